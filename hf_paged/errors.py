@@ -1,0 +1,91 @@
+"""Every exception that hf_paged raises on purpose.
+
+    HfPagedError
+    ├── InvalidRequestError (ValueError)        a request or one of its arguments is wrong; nothing else is touched
+    │   ├── InvalidTokenError                   a token id outside the vocabulary
+    │   ├── PromptTooLongError                  the prompt can never fit `max_model_len` or the K/V pool
+    │   └── QueueFullError                      the engine takes no more waiting requests now; try again later
+    ├── ConfigurationError (ValueError)         a `PagedConfig` field, or two of them together, make no sense
+    ├── NotSupportedError (NotImplementedError) asked for, understood, not built (yet)
+    │   ├── UnsupportedModelError               a model that the paged engine cannot run correctly
+    │   └── UnsupportedAttentionError           no attention backend can do what a layer needs
+    ├── UnknownNameError (LookupError)          a name that no registry entry carries
+    ├── NotEnoughMemoryError (MemoryError)      the pool, or one block of it, does not fit
+    └── EngineError (RuntimeError)              something went wrong while running
+        ├── StepFailedError                     a step raised; its requests failed, the cause is `__cause__`
+        ├── NonFiniteLogitsError                the model returned NaN or infinite logits for one request
+        ├── AttentionBypassedError              a layer used the paged cache without paged attention
+        ├── RequestAbortedError                 somebody aborted the request that is being waited for
+        └── EngineClosedError                   the engine was closed, or its process was forked
+
+A message names the argument, its value, the limit and the way out. Each class also derives from the built-in
+exception that Transformers or Python would raise in its place, so that existing `except` clauses keep working.
+"""
+
+
+class HfPagedError(Exception):
+    """Base class of all errors that hf_paged raises on purpose."""
+
+
+class InvalidRequestError(HfPagedError, ValueError):
+    """A request, or one of its arguments, is wrong. Raised before any other request is touched."""
+
+
+class InvalidTokenError(InvalidRequestError):
+    """A token id lies outside the model's vocabulary."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt can never fit into `max_model_len` or into the K/V pool."""
+
+
+class QueueFullError(InvalidRequestError):
+    """The engine's waiting queue is full; the request may be sent again later."""
+
+
+class ConfigurationError(HfPagedError, ValueError):
+    """A configuration field has an impossible value, or contradicts another one."""
+
+
+class NotSupportedError(HfPagedError, NotImplementedError):
+    """Something was asked for that hf_paged understands but has not built."""
+
+
+class UnsupportedModelError(NotSupportedError):
+    """The paged engine cannot run this model correctly; the message names the layer and why."""
+
+
+class UnsupportedAttentionError(NotSupportedError):
+    """No attention backend has the capabilities that a layer needs; the message lists each one's reason."""
+
+
+class UnknownNameError(HfPagedError, LookupError):
+    """A name is not registered; the message lists what is available and what is not, and why."""
+
+
+class NotEnoughMemoryError(HfPagedError, MemoryError):
+    """The K/V pool does not fit into the memory that it may use."""
+
+
+class EngineError(HfPagedError, RuntimeError):
+    """Something went wrong while the engine was running."""
+
+
+class StepFailedError(EngineError):
+    """A step raised an exception; the requests of that step failed and the cause is attached."""
+
+
+class NonFiniteLogitsError(EngineError):
+    """The model returned NaN or infinite logits for a request; only that request failed."""
+
+
+class AttentionBypassedError(EngineError):
+    """A layer stored keys in the engine's cache but did not run paged attention over them."""
+
+
+class RequestAbortedError(EngineError):
+    """The request that is being waited for was aborted."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was closed, or belongs to another process (it does not survive a fork)."""

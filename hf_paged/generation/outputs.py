@@ -1,0 +1,136 @@
+"""What users get back: vLLM's output classes, and the sampler's and runner's results inside the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from .request import RequestMetrics
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(slots=True)
+class Logprob:
+    """One token's log-probability under the model's own distribution.
+
+    Args:
+        logprob (`float`):
+            Natural logarithm of its probability, before any processor or temperature.
+        rank (`int`):
+            1 for the most probable token; tokens of equal probability share the better rank.
+        decoded_token (`str`, *optional*):
+            Its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One answer.
+
+    Args:
+        index (`int`):
+            Which of the request's `n` answers.
+        text (`str`):
+            The answer; all of it so far, or what is new, as the caller asked.
+        token_ids (`list[int]`):
+            Its tokens, the one that ended it included.
+        cumulative_logprob (`float`, *optional*):
+            Sum of the sampled tokens' log-probabilities, if they were asked for.
+        logprobs (`list[dict[int, Logprob]]`, *optional*):
+            For each token, token id -> log-probability.
+        finish_reason (`str`, *optional*):
+            `"stop"`, `"length"`, `"abort"`, `"error"`, or None while running.
+        stop_reason (`int` or `str`, *optional*):
+            The stop token or stop string that ended it; None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Returns whether the answer has ended."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """All answers to one prompt.
+
+    Args:
+        request_id (`str`):
+            The request's id.
+        prompt (`str`, *optional*):
+            The prompt's text, if it was given as text.
+        prompt_token_ids (`list[int]`):
+            The prompt's tokens.
+        prompt_logprobs (`list[dict[int, Logprob] | None]`, *optional*):
+            For each prompt token, token id -> log-probability; None for the first token.
+        outputs (`list[CompletionOutput]`):
+            The answers, by index.
+        finished (`bool`):
+            Whether all of them have ended.
+        metrics (`RequestMetrics`, *optional*):
+            Times and counts.
+        num_cached_tokens (`int`):
+            Prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class SamplerOutput:
+    """What the sampler chose in a step.
+
+    Args:
+        token_ids (`list[int]`):
+            One token per row.
+        logprobs (`list[dict[int, Logprob] | None]`, *optional*):
+            Per row what it asked for; None if no row asked.
+        failed_rows (`list[int]`):
+            Rows whose logits were not finite; their token must not be used.
+    """
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    failed_rows: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """What the runner computed for a step.
+
+    Args:
+        logits (`torch.Tensor`):
+            `[num_rows, vocab_size]`: first a row for each share with `sample_ids`, in schedule order, then the rows
+            of `prompt_logits` shares.
+        sample_rows (`list[int]`):
+            For each sampled request, in schedule order and branch order, its row of `logits`.
+        prompt_rows (`dict[str, tuple[int, int]]`):
+            For each `prompt_logits` share the half-open range of its rows, one per scheduled position.
+        extra (`dict[str, Any]`):
+            Further things that requests wanted (hidden states, ...).
+    """
+
+    logits: torch.Tensor
+    sample_rows: list[int]
+    prompt_rows: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)

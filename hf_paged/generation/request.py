@@ -1,0 +1,184 @@
+"""A request: its tokens, how far their K/V have been computed, and why it ended. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from typing import Any
+
+from .sampling.params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; the values are what vLLM and OpenAI call them."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.perf_counter()`, and how often.
+
+    Args:
+        arrival_time (`float`):
+            When it was added.
+        first_scheduled_time (`float`, *optional*):
+            When it first got a share of a step.
+        first_token_time (`float`, *optional*):
+            When its first token was sampled.
+        finished_time (`float`, *optional*):
+            When it ended.
+        num_preemptions (`int`):
+            How often it lost its blocks and was computed again.
+        num_cached_tokens (`int`):
+            Prompt tokens whose K/V were found in the prefix cache at the first admission.
+    """
+
+    arrival_time: float = dataclasses.field(default_factory=time.perf_counter)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+
+class Request:
+    """One sequence of tokens being generated.
+
+        token_ids           | prompt ............... | output ..... |
+        num_computed_tokens |<-- K/V in blocks -->|
+        still to compute                          |<-------------->|
+
+    Each step moves `num_computed_tokens` towards `num_tokens`; when they meet, a token is sampled and appended.
+
+    Args:
+        request_id (`str`):
+            Unique among the engine's live requests.
+        prompt_token_ids (`list[int]`):
+            At least one token.
+        params (`SamplingParams`):
+            Already resolved against the model's defaults.
+        max_tokens (`int`):
+            Output tokens at most, already limited to what `max_model_len` leaves.
+        stop_token_ids (`frozenset[int]`):
+            Tokens that end the request (the model's end-of-sequence tokens included unless ignored).
+        priority (`int`, defaults to 0):
+            Lower runs earlier under the priority policy.
+        extra_keys (`tuple`, defaults to `()`):
+            What else the K/V depend on (salt, adapter identity, embeddings); part of every block's identity.
+        seed (`int`, defaults to 0):
+            Seed of its random numbers, which depend on (seed, branch, output position) alone.
+        branch (`int`, defaults to 0):
+            Which of the group's answers this is.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        extra_keys: tuple = (),
+        seed: int = 0,
+        branch: int = 0,
+    ):
+        assert prompt_token_ids, "a request needs at least one prompt token; the engine checks this"
+        self.request_id = request_id
+        self.params = params
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.priority = priority
+        self.extra_keys = extra_keys
+        self.seed = seed
+        self.branch = branch
+        self.group: RequestGroup | None = None
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: BaseException | None = None
+        self.ready = True  # False while something it needs (a grammar) is still being made
+        self.num_computed_tokens = 0
+        self.arrival_number = -1  # set by the scheduler; the order of arrival
+        self.metrics = RequestMetrics()
+        self.block_hashes: list[bytes] = []  # of its full blocks, extended as tokens arrive
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns prompt and output tokens together."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Returns the tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Returns a copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Returns a copy of what was generated."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Returns whether it has ended, for whatever reason."""
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Returns whether logits are needed at all prompt positions, so that no prefix hit may skip them."""
+        return self.params.prompt_logprobs is not None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed, prompt {self.num_prompt_tokens})"
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class RequestGroup:
+    """The answers to one prompt (`n`, later beams). The first computes the prompt; the others fork from it.
+
+    Args:
+        group_id (`str`):
+            The id that the user sees.
+        requests (`list[Request]`):
+            The branches; those after the first hold a copy of the prompt and wait until the first has computed it.
+        context (`Any`, *optional*):
+            Whatever the engine wants to find again with the group (detokenizers, the caller's queue).
+    """
+
+    group_id: str
+    requests: list[Request]
+    context: Any = None
+
+    def __post_init__(self):
+        for request in self.requests:
+            request.group = self
+
+    @property
+    def is_finished(self) -> bool:
+        """Returns whether all branches have ended."""
+        return all(request.is_finished for request in self.requests)

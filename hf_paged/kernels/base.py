@@ -1,0 +1,193 @@
+"""The interface of an attention backend, and what each one must declare about itself."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import torch
+
+from ..registry import Registry
+from .metadata import PagedAttentionMetadata
+
+BACKENDS: Registry[type[PagedAttentionBackend]] = Registry("attention backend")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What the layers of a model need of a backend.
+
+    Args:
+        num_query_heads (`int`):
+            Query heads on this device.
+        num_kv_heads (`int`):
+            Key/value heads on this device; query head h reads K/V head `h // (num_query_heads // num_kv_heads)`.
+        key_dim (`int`):
+            Size of a query and key head (Dk).
+        value_dim (`int`):
+            Size of a value head (Dv).
+        dtype (`torch.dtype`):
+            Dtype of queries, K/V and output.
+        device_type (`str`):
+            `"cpu"`, `"cuda"`, ...
+        block_size (`int`):
+            Tokens per block.
+        features (`frozenset[str]`):
+            Of `"window"`, `"softcap"`, `"sinks"`, `"alibi"`, `"lse"`, `"batch_invariant"`.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device_type: str
+    block_size: int
+    features: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; `None` means no restriction.
+
+    Args:
+        device_types (`frozenset[str]`):
+            Device types it runs on.
+        dtypes (`frozenset[torch.dtype]`):
+            Dtypes of queries and K/V.
+        features (`frozenset[str]`):
+            Features of `AttentionSpec.features` it implements.
+        block_sizes (`frozenset[int]`, *optional*):
+            Block sizes it accepts.
+        max_head_dim (`int`, *optional*):
+            Largest Dk or Dv.
+        separate_value_dim (`bool`, defaults to `True`):
+            Whether Dv may differ from Dk.
+    """
+
+    device_types: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    features: frozenset[str]
+    block_sizes: frozenset[int] | None = None
+    max_head_dim: int | None = None
+    separate_value_dim: bool = True
+
+    def missing(self, spec: AttentionSpec) -> str | None:
+        """Returns why a backend with these capabilities cannot serve a model, or `None` if it can.
+
+        Args:
+            spec (`AttentionSpec`):
+                What the model needs.
+        """
+        if spec.device_type not in self.device_types:
+            return f"runs on {', '.join(sorted(self.device_types))}, not on {spec.device_type}"
+        if spec.dtype not in self.dtypes:
+            return f"has no {spec.dtype}"
+        if not spec.features <= self.features:
+            return f"has no {', '.join(sorted(spec.features - self.features))}"
+        if self.block_sizes is not None and spec.block_size not in self.block_sizes:
+            return f"needs a block size of {sorted(self.block_sizes)}, not {spec.block_size}"
+        if self.max_head_dim is not None and max(spec.key_dim, spec.value_dim) > self.max_head_dim:
+            return f"takes heads of up to {self.max_head_dim}, not {max(spec.key_dim, spec.value_dim)}"
+        if spec.key_dim != spec.value_dim and not self.separate_value_dim:
+            return "needs equal key and value head sizes"
+        return None
+
+
+class PagedAttentionBackend(abc.ABC):
+    """Attention over K/V blocks. One stateless-looking object per engine; it may keep workspaces.
+
+    K/V tensors of a layer have the shape `[num_blocks, num_kv_heads, block_size, head_dim]`:
+
+        key_cache[block_id, head] = | slot 0: Dk numbers | slot 1 | ... | slot block_size - 1 |
+    """
+
+    name: str
+    capabilities: Capabilities
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Returns why the backend cannot be used on this machine (a missing package, ...), or `None`."""
+        return None
+
+    def prepare(self, metadata: PagedAttentionMetadata, num_kv_heads: int) -> None:  # noqa: B027 - optional hook
+        """Computes what all layers of a step share, into `metadata.prepared`.
+
+        Args:
+            metadata (`PagedAttentionMetadata`):
+                The step's lengths and block tables.
+            num_kv_heads (`int`):
+                K/V heads of the layers that will ask.
+        """
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes new keys and values into their slots.
+
+        Args:
+            key (`torch.Tensor`):
+                `[num_tokens, num_kv_heads, Dk]`, any strides.
+            value (`torch.Tensor`):
+                `[num_tokens, num_kv_heads, Dv]`, any strides.
+            key_cache (`torch.Tensor`):
+                `[num_blocks, num_kv_heads, block_size, Dk]`.
+            value_cache (`torch.Tensor`):
+                `[num_blocks, num_kv_heads, block_size, Dv]`.
+            slot_mapping (`torch.Tensor`):
+                int64 `[num_tokens]`.
+        """
+        block_size = key_cache.shape[2]
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        offsets = slot_mapping - blocks * block_size
+        key_cache[blocks, :, offsets] = key
+        value_cache[blocks, :, offsets] = value
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of a call's new tokens over their requests' blocks.
+
+        Args:
+            query (`torch.Tensor`):
+                `[num_tokens, num_query_heads, Dk]`, any strides.
+            key_cache (`torch.Tensor`):
+                `[num_blocks, num_kv_heads, block_size, Dk]`.
+            value_cache (`torch.Tensor`):
+                `[num_blocks, num_kv_heads, block_size, Dv]`.
+            metadata (`PagedAttentionMetadata`):
+                Lengths and block tables of the call.
+            scale (`float`):
+                Factor on the scores.
+            window (`int`, *optional*):
+                A token sees the last `window` positions, its own included.
+            softcap (`float`, *optional*):
+                Scores become `softcap * tanh(score / softcap)`, before masking.
+            sinks (`torch.Tensor`, *optional*):
+                `[num_query_heads]`: one more score per head in the softmax's denominator, without a value.
+            alibi_slopes (`torch.Tensor`, *optional*):
+                `[num_query_heads]`: `slope * (key position - query position)` is added to the scores.
+            return_lse (`bool`, defaults to `False`):
+                Also return the log-sum-exp of the scores (sinks included).
+
+        Returns:
+            `torch.Tensor` `[num_tokens, num_query_heads, Dv]` in the query's dtype, and with `return_lse` also
+            float32 `[num_tokens, num_query_heads]` (float64 if the query is).
+        """
