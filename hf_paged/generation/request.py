@@ -83,6 +83,8 @@ class Request:
             Seed of its random numbers, which depend on (seed, branch, output position) alone.
         branch (`int`, defaults to 0):
             Which of the group's answers this is.
+        bad_words_ids (`tuple[tuple[int, ...], ...]`, defaults to `()`):
+            Token sequences that must not be generated.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Request:
         extra_keys: tuple = (),
         seed: int = 0,
         branch: int = 0,
+        bad_words_ids: tuple[tuple[int, ...], ...] = (),
     ):
         assert prompt_token_ids, "a request needs at least one prompt token; the engine checks this"
         self.request_id = request_id
@@ -109,6 +112,7 @@ class Request:
         self.extra_keys = extra_keys
         self.seed = seed
         self.branch = branch
+        self.bad_words_ids = bad_words_ids
         self.group: RequestGroup | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -201,6 +201,12 @@ def _validate(params: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             _whole(name, getattr(params, name), 0, MAX_LOGPROBS)
+    _validate_flags(params)
+    _validate_strings(params)
+    _validate_token_ids(params)
+
+
+def _validate_flags(params: SamplingParams) -> None:
     for name in (
         "include_stop_str_in_output",
         "ignore_eos",
@@ -212,12 +218,16 @@ def _validate(params: SamplingParams) -> None:
             raise InvalidRequestError(f"`{name}` must be True or False, got {getattr(params, name)!r}.")
     if not params.spaces_between_special_tokens:
         raise NotSupportedError("`spaces_between_special_tokens=False` is not supported; leave it at True.")
-    _validate_strings(params)
+
+
+def _validate_token_ids(params: SamplingParams) -> None:
     for token_id in params.stop_token_ids:
         _token_id("stop_token_ids", token_id)
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
-            raise InvalidRequestError("`allowed_token_ids` is empty, so no token could be generated; give None for all.")
+            raise InvalidRequestError(
+                "`allowed_token_ids` is empty, so no token could be generated; give None for all."
+            )
         for token_id in params.allowed_token_ids:
             _token_id("allowed_token_ids", token_id)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -261,4 +271,6 @@ def _whole(name: str, value: Any, low: int, high: int | None = None, hint: str =
     good = hasattr(value, "__index__") and not isinstance(value, bool)
     if not good or value < low or (high is not None and value > high):
         limits = f"from {low}" + (f" to {high}" if high is not None else "")
-        raise InvalidRequestError(f"`{name}` must be a whole number {limits}{f' ({hint})' if hint else ''}, got {value!r}.")
+        raise InvalidRequestError(
+            f"`{name}` must be a whole number {limits}{f' ({hint})' if hint else ''}, got {value!r}."
+        )
