@@ -1,0 +1,256 @@
+"""The cache that an engine step shows to the model: it stores K/V in blocks and leaves the reading to attention.
+
+    model calls            cache.update(key, value, layer)     attention(query, key, value)
+    the step's view        stores into the layer's blocks  ->  finds the layer on the key, runs the backend
+                           returns the new keys only,
+                           with the layer attached to them
+
+The layer travels as a Python attribute of the key tensor, the one route that works in every family and version. A
+model that stores but attends by itself would see the new tokens only; the view notices and raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import AttentionBypassedError, UnsupportedModelError
+from ..kernels.base import PagedAttentionBackend
+from ..kernels.metadata import PagedAttentionMetadata
+
+_ATTRIBUTE = "_hf_paged_layer"
+
+
+class StepLength(int):
+    """A number of tokens, marked as coming from an engine step, for which no mask is made."""
+
+
+def paged_layer_of(key: torch.Tensor) -> StepLayer | None:
+    """Returns the paged layer that an engine step attached to a key tensor, or `None` outside of one.
+
+    Args:
+        key (`torch.Tensor`):
+            The keys that an attention function received.
+    """
+    return getattr(key, _ATTRIBUTE, None)
+
+
+class StepLayer(CacheLayerMixin):
+    """One layer of a step's view.
+
+    Args:
+        view (`StepCache`):
+            The view that it belongs to.
+        layer_idx (`int`):
+            Its index in the model.
+        key_cache (`torch.Tensor`):
+            `[num_blocks, num_kv_heads, block_size, Dk]`.
+        value_cache (`torch.Tensor`):
+            `[num_blocks, num_kv_heads, block_size, Dv]`.
+        window (`int`, *optional*):
+            The sliding window that the model's configuration gives this layer.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        view: StepCache,
+        layer_idx: int,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        window: int | None,
+    ):
+        self.view = view
+        self.layer_idx = layer_idx
+        self.key_cache = key_cache
+        self.value_cache = value_cache
+        self.window = window
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the step's new keys and values in their blocks.
+
+        Args:
+            key_states (`torch.Tensor`):
+                `[1, num_kv_heads, tokens, Dk]`.
+            value_states (`torch.Tensor`):
+                `[1, num_kv_heads, tokens, Dv]`.
+            args (`Any`):
+                Ignored.
+            kwargs (`Any`):
+                Ignored.
+
+        Returns:
+            The same tensors; the keys carry this layer for the attention function.
+
+        Raises:
+            AttentionBypassedError: If the layer before stored its keys but did not run paged attention.
+        """
+        self.view.check_attended()
+        self.view.unattended = self
+        self.view.backend.store(
+            key_states[0].transpose(0, 1),
+            value_states[0].transpose(0, 1),
+            self.key_cache,
+            self.value_cache,
+            self.view.metadata,
+        )
+        setattr(key_states, _ATTRIBUTE, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Runs paged attention over this layer's blocks.
+
+        Args:
+            query (`torch.Tensor`):
+                `[tokens, num_query_heads, Dk]`.
+            scale (`float`):
+                Factor on the scores.
+            window (`int`, *optional*):
+                Sliding window, as the attention module asks for it.
+            softcap (`float`, *optional*):
+                Soft cap on the scores.
+            sinks (`torch.Tensor`, *optional*):
+                `[num_query_heads]`, learned attention sinks.
+
+        Returns:
+            `torch.Tensor` `[tokens, num_query_heads, Dv]`.
+
+        Raises:
+            UnsupportedModelError: If the module's window is not the one in the model's configuration, so that the
+                window must come by a mask that we do not see.
+        """
+        if window != self.window:
+            raise UnsupportedModelError(
+                f"Layer {self.layer_idx} asks for a sliding window of {window}, but the configuration says "
+                f"{self.window}; its mask is made in a way that paged attention does not see."
+            )
+        self.view.unattended = None
+        self.view.num_attended += 1
+        output = self.view.backend.attend(
+            query,
+            self.key_cache,
+            self.value_cache,
+            self.view.metadata,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
+        return output
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Does nothing: the blocks exist.
+
+        Args:
+            key_states (`torch.Tensor`):
+                Ignored.
+            value_states (`torch.Tensor`):
+                Ignored.
+        """
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns marked sizes, for which our mask function makes no mask.
+
+        Args:
+            query_length (`int`):
+                New tokens of the call.
+        """
+        return StepLength(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Returns 0: every token of a step carries its own position."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Returns -1, Transformers' word for no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before Transformers 5.24
+
+
+class StepCache(Cache):
+    """A `transformers.Cache` that shows one engine step to the model. The engine points it at each step in turn.
+
+    Args:
+        backend (`PagedAttentionBackend`):
+            Stores and attends.
+        key_caches (`list[torch.Tensor]`):
+            Per layer `[num_blocks, num_kv_heads, block_size, Dk]`.
+        value_caches (`list[torch.Tensor]`):
+            Per layer `[num_blocks, num_kv_heads, block_size, Dv]`.
+        windows (`list[int | None]`):
+            Per layer its sliding window.
+    """
+
+    def __init__(
+        self,
+        backend: PagedAttentionBackend,
+        key_caches: list[torch.Tensor],
+        value_caches: list[torch.Tensor],
+        windows: list[int | None],
+    ):
+        layers = [
+            StepLayer(self, i, *tensors)
+            for i, tensors in enumerate(zip(key_caches, value_caches, windows, strict=True))
+        ]
+        super().__init__(layers=layers)
+        self.backend = backend
+        self.metadata: PagedAttentionMetadata = None  # type: ignore[assignment]
+        self.unattended: StepLayer | None = None
+        self.num_attended = 0
+
+    def begin(self, metadata: PagedAttentionMetadata) -> None:
+        """Points the view at a step.
+
+        Args:
+            metadata (`PagedAttentionMetadata`):
+                The step's lengths and block tables.
+        """
+        self.metadata = metadata
+        self.unattended = None
+        self.num_attended = 0
+        self.backend.prepare(metadata, self.layers[0].key_cache.shape[1])
+
+    def check_attended(self) -> None:
+        """Checks that the last layer that stored keys also ran paged attention over them.
+
+        Raises:
+            AttentionBypassedError: If it did not.
+        """
+        if self.unattended is not None:
+            layer, self.unattended = self.unattended, None
+            raise AttentionBypassedError(
+                f"Layer {layer.layer_idx} stored its keys in the paged cache but computed attention by itself, over the "
+                "new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
+            )
+
+    def end(self) -> None:
+        """Checks that every layer stored and attended once, and lets go of the step.
+
+        Raises:
+            AttentionBypassedError: If a layer did not.
+        """
+        self.check_attended()
+        if self.num_attended != len(self.layers):
+            raise AttentionBypassedError(
+                f"{self.num_attended} of {len(self.layers)} layers ran paged attention in this step; the others "
+                "computed attention in a way that the paged cache does not see."
+            )
+        self.metadata = None  # type: ignore[assignment]

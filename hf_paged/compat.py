@@ -1,0 +1,116 @@
+"""Everything that differs between the versions of Transformers we support (5.17 to 5.x), and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "cache_argument",
+    "cache_layer_tensors",
+    "eager_attention",
+    "mask_function",
+    "output_cache",
+    "stock_attention",
+]
+
+
+@functools.lru_cache(maxsize=256)
+def _cache_argument_of_class(cls: type) -> str:
+    forward = cls.forward  # type: ignore[attr-defined]
+    parameters = inspect.signature(forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Returns the name of the forward argument that takes the K/V cache.
+
+    Transformers 5.24 renamed `past_key_values` to `cache`; remote code keeps the old name.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal language model.
+    """
+    return _cache_argument_of_class(type(model))
+
+
+def output_cache(output: Any) -> Any:
+    """Returns the cache of a model output under either of its names.
+
+    Args:
+        output (`ModelOutput`):
+            What a model's forward returned.
+    """
+    for name in ("cache", "past_key_values"):
+        if name in output:
+            return output[name]
+    return None
+
+
+def cache_layer_tensors(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the keys and values of one layer of a stock cache, or `None` if that layer has none.
+
+    Args:
+        cache (`transformers.Cache`):
+            A cache that a forward has filled.
+        layer_idx (`int`):
+            The layer's index.
+    """
+    layer = cache.layers[layer_idx]
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
+        return None
+    return keys, values
+
+
+def eager_attention(module: torch.nn.Module) -> Callable:
+    """Returns the eager attention function of the file that defines a module.
+
+    Transformers hands it to `get_interface` as the default, where an attention function cannot see it.
+
+    Args:
+        module (`torch.nn.Module`):
+            The attention module that is being run.
+
+    Raises:
+        KeyError: If neither the module's file nor a base class's defines one.
+    """
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise KeyError(f"{type(module).__module__} has no `eager_attention_forward`")
+
+
+def stock_attention(name: str, module: torch.nn.Module) -> Callable:
+    """Returns the attention function that Transformers would run under an implementation's name.
+
+    Args:
+        name (`str`):
+            `"sdpa"`, `"eager"`, ...
+        module (`torch.nn.Module`):
+            The attention module that is being run.
+    """
+    if name == "eager":
+        return eager_attention(module)
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def mask_function(name: str) -> Callable:
+    """Returns Transformers' mask function of an implementation.
+
+    Args:
+        name (`str`):
+            `"sdpa"`, `"eager"`, ...
+    """
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,189 @@
+"""What a model's layers put into the cache, found by looking at the model rather than at its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from .. import compat
+from ..errors import UnsupportedModelError
+
+_PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Names of configuration fields whose presence means that attention is more than keys, values and a window.
+_FOREIGN_FIELDS = {
+    "index_topk": "a sparse indexer that keeps its own cache",
+    "num_kv_shared_layers": "K/V shared between layers",
+    "kv_sharing_modes": "K/V shared between layers",
+    "attention_chunk_size": "chunked attention",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one layer stores per token.
+
+    Args:
+        layer_idx (`int`):
+            The layer's index in the model.
+        num_kv_heads (`int`):
+            K/V heads on this device.
+        key_dim (`int`):
+            Dk.
+        value_dim (`int`):
+            Dv.
+        dtype (`torch.dtype`):
+            Dtype of the stored keys and values.
+        device (`torch.device`):
+            Where the layer runs.
+        window (`int`, *optional*):
+            Its sliding window.
+    """
+
+    layer_idx: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Returns the bytes of one token's keys and values."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table: block b of the table holds the same tokens in each of them.
+
+    Args:
+        layers (`tuple[LayerSpec, ...]`):
+            The layers, in model order.
+    """
+
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Returns the bytes of one token's keys and values over all layers."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device that the layers are on."""
+        return self.layers[0].device
+
+
+def inspect_configuration(model: torch.nn.Module) -> None:
+    """Refuses, from configuration and class alone, models that the paged engine does not know how to run.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+
+    Raises:
+        UnsupportedModelError: Names the layer or the field, and why.
+    """
+    config = model.config
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; the paged engine runs decoder-only models.")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps a recurrent state; the paged engine runs attention layers only.")
+    text_config = config.get_text_config(decoder=True)
+    for i, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
+        if layer_type not in _PAGED_LAYER_TYPES:
+            raise UnsupportedModelError(f"Layer {i} of {name} is of type {layer_type!r}, which is not paged attention.")
+    for field, why in _FOREIGN_FIELDS.items():
+        if getattr(text_config, field, None):
+            raise UnsupportedModelError(f"{name} has {why} (`config.{field}`), which the paged engine does not run.")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"The attention layers of {name} do not go through Transformers' AttentionInterface, "
+            "so paged attention cannot take their place."
+        )
+
+
+@torch.inference_mode()
+def find_layers(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
+    """Runs the model on two tokens and reads from its cache what each layer stores.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model, with its weights on a device.
+
+    Returns:
+        `tuple[LayerGroup, ...]`: One group: all layers share one block table, whatever their shapes and windows.
+
+    Raises:
+        UnsupportedModelError: If a layer stores no keys, or something other than keys and values.
+    """
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":
+        raise UnsupportedModelError("The model's weights are on the meta device or offloaded; load them first.")
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
+    cache = compat.output_cache(model(input_ids=tokens, use_cache=True))
+    config = model.config.get_text_config(decoder=True)
+    if cache is None or not hasattr(cache, "layers"):
+        raise UnsupportedModelError(f"{type(model).__name__} returns no K/V cache.")
+    layers = []
+    for i in range(len(cache.layers)):
+        tensors = compat.cache_layer_tensors(cache, i)
+        if tensors is None or tensors[0].ndim != 4 or tensors[0].shape[2] != 2:
+            raise UnsupportedModelError(
+                f"Layer {i} of {type(model).__name__} ({type(cache.layers[i]).__name__}) stores no keys and values per "
+                "token; the paged engine runs attention layers only."
+            )
+        keys, values = tensors
+        layers.append(
+            LayerSpec(i, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, _window(config, i))
+        )
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {config.num_hidden_layers} layers but caches K/V in {len(layers)}."
+        )
+    if len({layer.device for layer in layers}) > 1:
+        raise UnsupportedModelError(
+            f"The layers of {type(model).__name__} are spread over several devices; the paged engine wants one. "
+            "Load without `device_map`, or with one device."
+        )
+    return (LayerGroup(tuple(layers)),)
+
+
+def _window(config, layer_idx: int) -> int | None:
+    """The layer's sliding window as the configuration has it; the attention call must ask for the same."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer_idx] != "sliding_attention":
+        return None
+    return window
+
+
+def context_limit(config) -> tuple[int | None, str | None]:
+    """Returns how many tokens a sequence may have, and why if it is less than the configuration's own number.
+
+    Dynamic and longrope embeddings change every earlier key once a sequence outgrows the length that the model was
+    trained for, so that cached keys would no longer be what the model expects: the limit is that length.
+
+    Args:
+        config (`PreTrainedConfig`):
+            The text configuration.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for rope in nested:
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            original = original or (limit if kind == "dynamic" else None)
+            if original and (limit is None or original < limit or kind == "dynamic"):
+                return int(min(original, limit or math.inf)), f"{kind} rotary embeddings are constant up to there"
+    return limit, None
