@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "accepts",
     "cache_argument",
     "cache_layer_tensors",
     "eager_attention",
@@ -42,6 +43,18 @@ def cache_argument(model: torch.nn.Module) -> str:
             A causal language model.
     """
     return _cache_argument_of_class(type(model))
+
+
+def accepts(model: torch.nn.Module, argument: str) -> bool:
+    """Returns whether a model's forward has an argument of that name.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal language model.
+        argument (`str`):
+            The argument's name.
+    """
+    return argument in inspect.signature(type(model).forward).parameters
 
 
 def output_cache(output: Any) -> Any:

@@ -221,6 +221,6 @@ def accelerator_budget(
     room = int(total * gpu_memory_utilization) - (total - free) - activation_bytes
     return MemoryBudget(
         max(min(room, useful_bytes), 0),
-        f"`gpu_memory_utilization` {gpu_memory_utilization} of {total / _GIB:.2f} GiB, less {(total - free) / _GIB:.2f} "
-        f"GiB in use (weights and other programs) and {activation_bytes / _GIB:.2f} GiB for a step's activations",
+        f"`gpu_memory_utilization` {gpu_memory_utilization} of {total / _GIB:.2f} GiB, less "
+        f"{(total - free) / _GIB:.2f} GiB in use (weights and other programs) and {activation_bytes / _GIB:.2f} GiB for a step's activations",
     )

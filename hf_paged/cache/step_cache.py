@@ -11,6 +11,7 @@ model that stores but attends by itself would see the new tokens only; the view 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -37,40 +38,53 @@ def paged_layer_of(key: torch.Tensor) -> StepLayer | None:
     return getattr(key, _ATTRIBUTE, None)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepLayerSpec:
+    """What a step's view must know of a layer.
+
+    Args:
+        layer_idx (`int`):
+            Its index in the model.
+        group_idx (`int`):
+            The layer group whose block tables it uses.
+        key_cache (`torch.Tensor`):
+            `[num_blocks, num_kv_heads, block_size, Dk]`.
+        value_cache (`torch.Tensor`):
+            `[num_blocks, num_kv_heads, block_size, Dv]`.
+        window (`int`, *optional*):
+            The sliding window that the model's configuration gives it.
+    """
+
+    layer_idx: int
+    group_idx: int
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    window: int | None
+
+
 class StepLayer(CacheLayerMixin):
     """One layer of a step's view.
 
     Args:
         view (`StepCache`):
             The view that it belongs to.
-        layer_idx (`int`):
-            Its index in the model.
-        key_cache (`torch.Tensor`):
-            `[num_blocks, num_kv_heads, block_size, Dk]`.
-        value_cache (`torch.Tensor`):
-            `[num_blocks, num_kv_heads, block_size, Dv]`.
-        window (`int`, *optional*):
-            The sliding window that the model's configuration gives this layer.
+        spec (`StepLayerSpec`):
+            Its blocks and its window.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(
-        self,
-        view: StepCache,
-        layer_idx: int,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        window: int | None,
-    ):
+    def __init__(self, view: StepCache, spec: StepLayerSpec):
         self.view = view
-        self.layer_idx = layer_idx
-        self.key_cache = key_cache
-        self.value_cache = value_cache
-        self.window = window
+        self.spec = spec
         self.is_initialized = True
+
+    @property
+    def metadata(self) -> PagedAttentionMetadata:
+        """Returns the step's lengths and block tables of this layer's group."""
+        return self.view.metadata[self.spec.group_idx]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -98,9 +112,9 @@ class StepLayer(CacheLayerMixin):
         self.view.backend.store(
             key_states[0].transpose(0, 1),
             value_states[0].transpose(0, 1),
-            self.key_cache,
-            self.value_cache,
-            self.view.metadata,
+            self.spec.key_cache,
+            self.spec.value_cache,
+            self.metadata,
         )
         setattr(key_states, _ATTRIBUTE, self)
         return key_states, value_states
@@ -135,18 +149,18 @@ class StepLayer(CacheLayerMixin):
             UnsupportedModelError: If the module's window is not the one in the model's configuration, so that the
                 window must come by a mask that we do not see.
         """
-        if window != self.window:
+        if window != self.spec.window:
             raise UnsupportedModelError(
-                f"Layer {self.layer_idx} asks for a sliding window of {window}, but the configuration says "
-                f"{self.window}; its mask is made in a way that paged attention does not see."
+                f"Layer {self.spec.layer_idx} asks for a sliding window of {window}, but the configuration says "
+                f"{self.spec.window}; its mask is made in a way that paged attention does not see."
             )
         self.view.unattended = None
         self.view.num_attended += 1
         output = self.view.backend.attend(
             query,
-            self.key_cache,
-            self.value_cache,
-            self.view.metadata,
+            self.spec.key_cache,
+            self.spec.value_cache,
+            self.metadata,
             scale=scale,
             window=window,
             softcap=softcap,
@@ -191,42 +205,30 @@ class StepCache(Cache):
     Args:
         backend (`PagedAttentionBackend`):
             Stores and attends.
-        key_caches (`list[torch.Tensor]`):
-            Per layer `[num_blocks, num_kv_heads, block_size, Dk]`.
-        value_caches (`list[torch.Tensor]`):
-            Per layer `[num_blocks, num_kv_heads, block_size, Dv]`.
-        windows (`list[int | None]`):
-            Per layer its sliding window.
+        layers (`list[StepLayerSpec]`):
+            One per layer, in model order.
     """
 
-    def __init__(
-        self,
-        backend: PagedAttentionBackend,
-        key_caches: list[torch.Tensor],
-        value_caches: list[torch.Tensor],
-        windows: list[int | None],
-    ):
-        layers = [
-            StepLayer(self, i, *tensors)
-            for i, tensors in enumerate(zip(key_caches, value_caches, windows, strict=True))
-        ]
-        super().__init__(layers=layers)
+    def __init__(self, backend: PagedAttentionBackend, layers: list[StepLayerSpec]):
+        super().__init__(layers=[StepLayer(self, spec) for spec in layers])
         self.backend = backend
-        self.metadata: PagedAttentionMetadata = None  # type: ignore[assignment]
+        self.metadata: tuple[PagedAttentionMetadata, ...] = ()
         self.unattended: StepLayer | None = None
         self.num_attended = 0
+        self._head_counts = {(spec.group_idx, spec.key_cache.shape[1]) for spec in layers}
 
-    def begin(self, metadata: PagedAttentionMetadata) -> None:
+    def begin(self, metadata: tuple[PagedAttentionMetadata, ...]) -> None:
         """Points the view at a step.
 
         Args:
-            metadata (`PagedAttentionMetadata`):
-                The step's lengths and block tables.
+            metadata (`tuple[PagedAttentionMetadata, ...]`):
+                The step's lengths and block tables, one per layer group.
         """
         self.metadata = metadata
         self.unattended = None
         self.num_attended = 0
-        self.backend.prepare(metadata, self.layers[0].key_cache.shape[1])
+        for group_idx, num_kv_heads in self._head_counts:
+            self.backend.prepare(metadata[group_idx], num_kv_heads)
 
     def check_attended(self) -> None:
         """Checks that the last layer that stored keys also ran paged attention over them.
@@ -237,8 +239,8 @@ class StepCache(Cache):
         if self.unattended is not None:
             layer, self.unattended = self.unattended, None
             raise AttentionBypassedError(
-                f"Layer {layer.layer_idx} stored its keys in the paged cache but computed attention by itself, over the "
-                "new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
+                f"Layer {layer.spec.layer_idx} stored its keys in the paged cache but computed attention by itself, over "
+                "the new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
             )
 
     def end(self) -> None:
@@ -253,4 +255,4 @@ class StepCache(Cache):
                 f"{self.num_attended} of {len(self.layers)} layers ran paged attention in this step; the others "
                 "computed attention in a way that the paged cache does not see."
             )
-        self.metadata = None  # type: ignore[assignment]
+        self.metadata = ()

@@ -1,0 +1,158 @@
+"""Turns a step's decisions into the model's inputs, by updating persistent host buffers instead of rebuilding them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from ..kernels.metadata import PagedAttentionMetadata
+from .step import ScheduledRequest, SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True)
+class ModelInputs:
+    """The inputs of one model call.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            int64 `[1, num_tokens]`, request after request, decoding requests first.
+        position_ids (`torch.Tensor`):
+            int64 `[1, num_tokens]`.
+        metadata (`tuple[PagedAttentionMetadata, ...]`):
+            One per layer group.
+        logits_indices (`torch.Tensor`):
+            int64 `[num_rows]`, tokens of the call whose logits are needed: first the last token of every share that
+            samples, in schedule order, then all tokens of the shares that want prompt logits.
+        prompt_rows (`dict[str, tuple[int, int]]`):
+            For each share that wants prompt logits the half-open range of its rows.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    metadata: tuple[PagedAttentionMetadata, ...]
+    logits_indices: torch.Tensor
+    prompt_rows: dict[str, tuple[int, int]]
+
+
+class InputBatch:
+    """What the runner remembers of the requests it has been told about: one row of tokens and block ids each.
+
+    Args:
+        num_rows (`int`):
+            Requests at most.
+        max_model_len (`int`):
+            Tokens of a request at most.
+        block_size (`int`):
+            Tokens per block.
+        num_groups (`int`):
+            Layer groups.
+        device (`torch.device`):
+            Where the inputs go.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device):
+        self.block_size = block_size
+        self.device = device
+        max_blocks = -(-max_model_len // block_size)
+        # Rows are touched only as far as their requests reach, so untouched pages cost no memory.
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int64)
+        self.block_tables = [np.zeros((num_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Takes in what a step tells about its requests.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+        """
+        for request_id in output.removed_ids:
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._free_rows.append(row)
+        for share in output.scheduled:
+            row = self._rows.get(share.request_id)
+            if row is None:
+                row = self._rows[share.request_id] = self._free_rows.pop()
+            if share.is_new:
+                self.num_tokens[row] = self.num_blocks[row] = 0
+            self._append(row, share)
+
+    def _append(self, row: int, share: ScheduledRequest) -> None:
+        if share.new_token_ids:
+            start = self.num_tokens[row]
+            end = start + len(share.new_token_ids)
+            self.token_ids[row, start:end] = share.new_token_ids
+            self.num_tokens[row] = end
+        if share.new_block_ids and share.new_block_ids[0]:
+            start = self.num_blocks[row]
+            end = start + len(share.new_block_ids[0])
+            for table, block_ids in zip(self.block_tables, share.new_block_ids, strict=True):
+                table[row, start:end] = block_ids
+            self.num_blocks[row] = end
+
+    def build(self, output: SchedulerOutput) -> ModelInputs:
+        """Builds the inputs of the call that a step makes.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step, already applied.
+        """
+        shares = output.scheduled
+        order = sorted(range(len(shares)), key=lambda i: shares[i].num_scheduled_tokens != 1)  # stable: decodes first
+        rows = np.array([self._rows[shares[i].request_id] for i in order], dtype=np.int64)
+        query_lens = np.array([shares[i].num_scheduled_tokens for i in order], dtype=np.int32)
+        computed = np.array([shares[i].num_computed_tokens for i in order], dtype=np.int64)
+        ends = np.cumsum(query_lens)
+        starts = ends - query_lens
+        token_rows = np.repeat(rows, query_lens)
+        positions = np.arange(ends[-1]) - np.repeat(starts - computed, query_lens)
+        seq_lens = (computed + query_lens).astype(np.int32)
+        num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
+        metadata = []
+        for table in self.block_tables:
+            slots = table[token_rows, positions // self.block_size].astype(np.int64)
+            slots *= self.block_size
+            slots += positions % self.block_size
+            metadata.append(
+                PagedAttentionMetadata(
+                    block_tables=self._to_device(table[rows, :num_blocks]),
+                    slot_mapping=self._to_device(slots),
+                    cu_seqlens_q=self._to_device(cu_seqlens),
+                    seq_lens=self._to_device(seq_lens),
+                    query_lens_host=query_lens,
+                    seq_lens_host=seq_lens,
+                    num_decodes=int((query_lens == 1).sum()),
+                    block_size=self.block_size,
+                )
+            )
+        indices, prompt_rows = self._logits_rows(shares, order, starts, ends)
+        return ModelInputs(
+            self._to_device(self.token_ids[token_rows, positions])[None],
+            self._to_device(positions)[None],
+            tuple(metadata),
+            self._to_device(indices),
+            prompt_rows,
+        )
+
+    def _logits_rows(self, shares, order, starts, ends) -> tuple[np.ndarray, dict[str, tuple[int, int]]]:
+        last_token = np.empty(len(shares), dtype=np.int64)
+        last_token[order] = ends - 1
+        indices = [last_token[[i for i, share in enumerate(shares) if share.sample_ids]]]
+        prompt_rows: dict[str, tuple[int, int]] = {}
+        count = len(indices[0])
+        for place, i in enumerate(order):
+            if shares[i].prompt_logits:
+                indices.append(np.arange(starts[place], ends[place]))
+                prompt_rows[shares[i].request_id] = (count, count + len(indices[-1]))
+                count += len(indices[-1])
+        return np.concatenate(indices), prompt_rows
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

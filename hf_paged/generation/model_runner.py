@@ -1,0 +1,181 @@
+"""Everything that runs on the device: the K/V pool, block copies, the model call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .. import compat
+from ..cache.memory import allocate
+from ..cache.step_cache import StepCache, StepLayerSpec
+from ..kernels.base import PagedAttentionBackend
+from ..modeling.layer_groups import LayerGroup
+from .input_batch import InputBatch
+from .outputs import StepResult
+from .step import SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True)
+class StepHandle:
+    """A step that has been launched.
+
+    Args:
+        output (`SchedulerOutput`):
+            What it does.
+        logits (`torch.Tensor`):
+            `[num_rows, vocab_size]`.
+        prompt_rows (`dict[str, tuple[int, int]]`):
+            Rows of the shares that want prompt logits.
+    """
+
+    output: SchedulerOutput
+    logits: torch.Tensor
+    prompt_rows: dict[str, tuple[int, int]]
+
+
+class KVPool:
+    """The K/V blocks of one layer group.
+
+    Layers of one shape lie in one tensor `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`, so that
+    clearing and copying blocks is one operation for all of them.
+
+    Args:
+        group (`LayerGroup`):
+            The layers.
+        num_blocks (`int`):
+            Blocks in the pool.
+        block_size (`int`):
+            Tokens per block.
+    """
+
+    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int):
+        first = group.layers[0]
+        same = all(
+            (layer.num_kv_heads, layer.key_dim, layer.value_dim) == (first.num_kv_heads, first.key_dim, first.key_dim)
+            for layer in group.layers
+        )
+        if same:
+            shape = (len(group.layers), 2, num_blocks, first.num_kv_heads, block_size, first.key_dim)
+            self._slabs = allocate([shape], first.dtype, first.device)
+            self.keys = [slab[0] for slab in self._slabs[0]]
+            self.values = [slab[1] for slab in self._slabs[0]]
+        else:
+            shapes = [
+                (1, 1, num_blocks, layer.num_kv_heads, block_size, dim)
+                for layer in group.layers
+                for dim in (layer.key_dim, layer.value_dim)
+            ]
+            self._slabs = allocate(shapes, first.dtype, first.device)
+            self.keys = [slab[0, 0] for slab in self._slabs[0::2]]
+            self.values = [slab[0, 0] for slab in self._slabs[1::2]]
+        self.num_bytes = sum(slab.nbytes for slab in self._slabs)
+
+    def clear(self, block_ids: tuple[int, ...]) -> None:
+        """Zeroes blocks.
+
+        Args:
+            block_ids (`tuple[int, ...]`):
+                Which.
+        """
+        if block_ids:
+            index = torch.tensor(block_ids, device=self._slabs[0].device)
+            for slab in self._slabs:
+                slab.index_fill_(2, index, 0)
+
+    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copies blocks.
+
+        Args:
+            pairs (`tuple[tuple[int, int], ...]`):
+                (source, destination) block ids; no destination is also a source.
+        """
+        if pairs:
+            sources, destinations = torch.tensor(pairs, device=self._slabs[0].device).unbind(1)
+            for slab in self._slabs:
+                slab.index_copy_(2, destinations, slab.index_select(2, sources))
+
+
+class ModelRunner:
+    """Runs steps on one device. It knows tokens, blocks and positions; sampling and texts are the engine's.
+
+    Args:
+        model (`PreTrainedModel`):
+            A model whose attention implementation is ours.
+        groups (`tuple[LayerGroup, ...]`):
+            Its layers.
+        backend (`PagedAttentionBackend`):
+            Stores and attends.
+        num_blocks (`int`):
+            Blocks in the pool.
+        block_size (`int`):
+            Tokens per block.
+        max_num_seqs (`int`):
+            Requests at most.
+        max_model_len (`int`):
+            Tokens of a request at most.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: tuple[LayerGroup, ...],
+        backend: PagedAttentionBackend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ):
+        self.model = model
+        self.pools = [KVPool(group, num_blocks, block_size) for group in groups]
+        layers = [
+            StepLayerSpec(layer.layer_idx, group_idx, pool.keys[i], pool.values[i], layer.window)
+            for group_idx, (group, pool) in enumerate(zip(groups, self.pools, strict=True))
+            for i, layer in enumerate(group.layers)
+        ]
+        self.cache = StepCache(backend, sorted(layers, key=lambda layer: layer.layer_idx))
+        self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), groups[0].device)
+        self._cache_argument = compat.cache_argument(model)
+        self._selects_logits = compat.accepts(model, "logits_to_keep")
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> StepHandle:
+        """Starts a step.
+
+        Args:
+            output (`SchedulerOutput`):
+                What it does; at least one share.
+
+        Returns:
+            `StepHandle`: To be handed to `collect`.
+        """
+        self.batch.apply(output)
+        inputs = self.batch.build(output)
+        for pool, blocks in zip(self.pools, output.cleared_blocks, strict=False):
+            pool.clear(blocks)
+        for pool, pairs in zip(self.pools, output.block_copies, strict=False):
+            pool.copy(pairs)
+        self.cache.begin(inputs.metadata)
+        keep = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
+        result = self.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=True,
+            **keep,
+            **{self._cache_argument: self.cache},
+        )
+        self.cache.end()
+        logits = result.logits[0] if keep else result.logits[0, inputs.logits_indices]
+        return StepHandle(output, logits, inputs.prompt_rows)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Waits for a step and returns what it computed.
+
+        Args:
+            handle (`StepHandle`):
+                What `launch` returned.
+        """
+        sampling = [share for share in handle.output.scheduled if share.sample_ids]
+        rows = [row for row, share in enumerate(sampling) for _ in share.sample_ids]
+        return StepResult(handle.logits, rows, handle.prompt_rows)

@@ -1,0 +1,280 @@
+"""From what the user asked for, the model and the machine to what the engine will do: `EnginePlan`, printable."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+
+from ..cache import memory
+from ..configuration import PagedConfig
+from ..errors import NotEnoughMemoryError
+from ..kernels.base import AttentionSpec
+from ..modeling.layer_groups import LayerGroup, context_limit
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_SEQS = {"cpu": 64}
+_DEFAULT_SEQS_ACCELERATOR = 256
+_DEFAULT_TOKENS = {"cpu": 512}
+_DEFAULT_TOKENS_ACCELERATOR = 8192
+_UNKNOWN_CONTEXT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePlan:
+    """What was decided for one model on one machine. Every number here is in force.
+
+    Args:
+        model (`str`):
+            The model's class.
+        device (`str`):
+            Where it runs.
+        dtype (`str`):
+            Dtype of the stored K/V.
+        attn_backend (`str`):
+            The attention backend.
+        rejected_backends (`dict[str, str]`):
+            Backends that were passed over, and why.
+        call_layout (`str`):
+            `"flat"`: all tokens of a step in one row.
+        num_layers (`int`):
+            Layers that store K/V.
+        block_size (`int`):
+            Tokens per block.
+        num_blocks (`int`):
+            Blocks in the pool.
+        bytes_per_block (`int`):
+            Bytes of one block over all layers.
+        max_model_len (`int`):
+            Prompt and answer together, in tokens.
+        max_num_seqs (`int`):
+            Requests that run at the same time.
+        max_num_batched_tokens (`int`):
+            Tokens per step.
+        enable_prefix_caching (`bool`):
+            Whether finished requests' blocks are kept and shared.
+        enable_chunked_prefill (`bool`):
+            Whether long prompts are computed in several steps.
+        scheduling_policy (`str`):
+            Who is next, and who is preempted.
+        max_queue_size (`int`, *optional*):
+            Waiting requests at most.
+        batch_invariant (`bool`):
+            Whether logits do not depend on batch mates.
+        huge_pages (`bool`):
+            Whether weights and K/V are on 2 MiB pages.
+        notes (`tuple[str, ...]`):
+            Limits that became what fits, and why.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    attn_backend: str
+    rejected_backends: dict[str, str]
+    call_layout: str
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    max_queue_size: int | None
+    batch_invariant: bool
+    huge_pages: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Returns the bytes of the whole K/V pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def pool_tokens(self) -> int:
+        """Returns the tokens that the pool can hold."""
+        return self.num_blocks * self.block_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain values, for JSON."""
+        return {**dataclasses.asdict(self), "pool_bytes": self.pool_bytes, "pool_tokens": self.pool_tokens}
+
+    def describe(self) -> str:
+        """Returns the plan for people, a line each."""
+        lines = {
+            "model": f"{self.model} on {self.device}, {self.num_layers} layers, K/V in {self.dtype}",
+            "attention": self.attn_backend
+            + "".join(f"; not {name} ({why})" for name, why in self.rejected_backends.items()),
+            "pool": f"{self.num_blocks} blocks of {self.block_size} tokens ({self.pool_tokens} tokens, "
+            f"{self.pool_bytes / _GIB:.2f} GiB{', huge pages' if self.huge_pages else ''})",
+            "max_model_len": str(self.max_model_len),
+            "max_num_seqs": str(self.max_num_seqs),
+            "max_num_batched_tokens": str(self.max_num_batched_tokens),
+            "prefix caching": "on" if self.enable_prefix_caching else "off",
+            "chunked prefill": "on" if self.enable_chunked_prefill else "off",
+            "policy": self.scheduling_policy,
+        }
+        width = max(map(len, lines))
+        text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+        return text + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def attention_spec(
+    model: torch.nn.Module, groups: tuple[LayerGroup, ...], block_size: int, batch_invariant: bool
+) -> AttentionSpec:
+    """Returns what the model's layers need of an attention backend.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        groups (`tuple[LayerGroup, ...]`):
+            Its layers.
+        block_size (`int`):
+            Tokens per block.
+        batch_invariant (`bool`):
+            Whether logits must not depend on batch mates.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = [layer for group in groups for layer in group.layers]
+    widest = max(layers, key=lambda layer: max(layer.key_dim, layer.value_dim))
+    features = {"window"} if any(layer.window is not None for layer in layers) else set()
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        features.add("softcap")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        features.add("sinks")
+    if batch_invariant:
+        features.add("batch_invariant")
+    return AttentionSpec(
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=widest.num_kv_heads,
+        key_dim=widest.key_dim,
+        value_dim=widest.value_dim,
+        dtype=widest.dtype,
+        device_type=widest.device.type,
+        block_size=block_size,
+        features=frozenset(features),
+    )
+
+
+def default_block_size(config: PagedConfig) -> int:
+    """Returns the block size that a configuration leads to.
+
+    Args:
+        config (`PagedConfig`):
+            What the user asked for.
+    """
+    return config.block_size or _DEFAULT_BLOCK_SIZE
+
+
+def make_plan(
+    model: torch.nn.Module,
+    groups: tuple[LayerGroup, ...],
+    config: PagedConfig,
+    *,
+    attn_backend: str,
+    rejected_backends: dict[str, str],
+    activation_bytes: int = 0,
+) -> EnginePlan:
+    """Decides everything that a `PagedConfig` leaves open, and brings limits down to what fits.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        groups (`tuple[LayerGroup, ...]`):
+            Its layers.
+        config (`PagedConfig`):
+            What the user asked for.
+        attn_backend (`str`):
+            Name of the chosen backend.
+        rejected_backends (`dict[str, str]`):
+            The others, and why not.
+        activation_bytes (`int`, defaults to 0):
+            On an accelerator, what a step at the token budget needs beyond weights and pool.
+
+    Raises:
+        NotEnoughMemoryError: If not even one block fits; states the numbers.
+    """
+    device = groups[0].device
+    notes: list[str] = []
+    block_size = default_block_size(config)
+    bytes_per_block = block_size * sum(group.bytes_per_token for group in groups)
+    max_num_seqs = config.max_num_seqs or _DEFAULT_SEQS.get(device.type, _DEFAULT_SEQS_ACCELERATOR)
+    tokens = config.max_num_batched_tokens or _DEFAULT_TOKENS.get(device.type, _DEFAULT_TOKENS_ACCELERATOR)
+    max_model_len = _model_len(model, config, notes)
+
+    num_blocks = config.num_blocks or _affordable_blocks(
+        config, device, bytes_per_block, max_num_seqs * -(-max_model_len // block_size), activation_bytes
+    )
+    if max_model_len > num_blocks * block_size:
+        notes.append(
+            f"max_model_len is {num_blocks * block_size} instead of {max_model_len}: "
+            f"the pool has {num_blocks} blocks of {block_size} tokens"
+        )
+        max_model_len = num_blocks * block_size
+    if not config.enable_chunked_prefill and tokens < max_model_len:
+        notes.append(
+            f"max_num_batched_tokens {tokens} limits prompts, as chunked prefill is off (max_model_len {max_model_len})"
+        )
+    if max_num_seqs > min(tokens, num_blocks):
+        reason = f"the token budget is {tokens}" if tokens < num_blocks else f"the pool has {num_blocks} blocks"
+        notes.append(f"max_num_seqs is {min(tokens, num_blocks)} instead of {max_num_seqs}: {reason}")
+        max_num_seqs = min(tokens, num_blocks)
+    for note in notes:
+        logger.info("%s", note)
+    return EnginePlan(
+        model=type(model).__name__,
+        device=str(device),
+        dtype=str(groups[0].layers[0].dtype).removeprefix("torch."),
+        attn_backend=attn_backend,
+        rejected_backends=rejected_backends,
+        call_layout="flat",
+        num_layers=sum(len(group.layers) for group in groups),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        bytes_per_block=bytes_per_block,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        scheduling_policy=config.scheduling_policy,
+        max_queue_size=config.max_queue_size,
+        batch_invariant=config.batch_invariant,
+        huge_pages=device.type == "cpu" and memory.huge_pages_available(),
+        notes=tuple(notes),
+    )
+
+
+def _model_len(model: torch.nn.Module, config: PagedConfig, notes: list[str]) -> int:
+    limit, why = context_limit(model.config.get_text_config(decoder=True))
+    if config.max_model_len is not None and (limit is None or config.max_model_len <= limit):
+        return config.max_model_len
+    if config.max_model_len is not None:
+        notes.append(f"max_model_len is {limit} instead of {config.max_model_len}: {why or 'the model ends there'}")
+    elif why:
+        notes.append(f"max_model_len is {limit}: {why}")
+    return limit or _UNKNOWN_CONTEXT
+
+
+def _affordable_blocks(
+    config: PagedConfig, device: torch.device, bytes_per_block: int, useful_blocks: int, activation_bytes: int
+) -> int:
+    useful = useful_blocks * bytes_per_block
+    if device.type == "cpu":
+        budget = memory.cpu_budget(config.cpu_kv_cache_gib, useful)
+    else:
+        budget = memory.accelerator_budget(device, config.gpu_memory_utilization, activation_bytes, useful)
+    if budget.pool_bytes < bytes_per_block:
+        raise NotEnoughMemoryError(
+            f"The K/V pool may take {budget.pool_bytes / _GIB:.4f} GiB ({budget.explanation}), but one block of the "
+            f"model takes {bytes_per_block / _GIB:.4f} GiB. Raise the limit, or free memory."
+        )
+    return budget.pool_bytes // bytes_per_block
