@@ -1,0 +1,79 @@
+"""hf_paged: a paged K/V cache and continuous batching for Hugging Face Transformers models.
+
+Names are imported when they are first used, so that `import hf_paged` is instant and loads neither torch nor
+Transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "AsyncEngine": ".generation.async_engine",
+    "AutoPagedModelForCausalLM": ".auto",
+    "CompletionOutput": ".generation.outputs",
+    "Engine": ".generation.engine",
+    "EnginePlan": ".generation.plan",
+    "GenerationOutput": ".generation.outputs",
+    "LLM": ".llm",
+    "Logprob": ".generation.outputs",
+    "PagedCache": ".cache.paged_cache",
+    "PagedConfig": ".configuration",
+    "PagedGenerationMixin": ".generation.mixin",
+    "RequestOutput": ".generation.outputs",
+    "SamplingParams": ".generation.sampling.params",
+    "errors": ".errors",
+}
+_ERRORS = (
+    "AttentionBypassedError",
+    "ConfigurationError",
+    "EngineClosedError",
+    "EngineError",
+    "HfPagedError",
+    "InvalidRequestError",
+    "InvalidTokenError",
+    "NonFiniteLogitsError",
+    "NotEnoughMemoryError",
+    "NotSupportedError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestAbortedError",
+    "StepFailedError",
+    "UnknownNameError",
+    "UnsupportedAttentionError",
+    "UnsupportedModelError",
+)
+_EXPORTS.update(dict.fromkeys(_ERRORS, ".errors"))
+
+__version__ = "0.1.0"
+__all__ = sorted([*_EXPORTS, "__version__"])
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from .auto import AutoPagedModelForCausalLM as AutoPagedModelForCausalLM
+    from .cache.paged_cache import PagedCache as PagedCache
+    from .configuration import PagedConfig as PagedConfig
+    from .errors import *  # noqa: F403
+    from .generation.async_engine import AsyncEngine as AsyncEngine
+    from .generation.engine import Engine as Engine
+    from .generation.mixin import PagedGenerationMixin as PagedGenerationMixin
+    from .generation.outputs import CompletionOutput as CompletionOutput
+    from .generation.outputs import GenerationOutput as GenerationOutput
+    from .generation.outputs import Logprob as Logprob
+    from .generation.outputs import RequestOutput as RequestOutput
+    from .generation.plan import EnginePlan as EnginePlan
+    from .generation.sampling.params import SamplingParams as SamplingParams
+    from .llm import LLM as LLM
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    loaded = importlib.import_module(module, __name__)
+    value = loaded if name == "errors" else getattr(loaded, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

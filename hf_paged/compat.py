@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +21,7 @@ __all__ = [
     "accepts",
     "cache_argument",
     "cache_layer_tensors",
+    "cache_output_field",
     "eager_attention",
     "mask_function",
     "output_cache",
@@ -68,6 +71,12 @@ def output_cache(output: Any) -> Any:
         if name in output:
             return output[name]
     return None
+
+
+def cache_output_field() -> str:
+    """Returns the name under which `generate`'s output carries the cache."""
+    names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def cache_layer_tensors(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -10,6 +10,7 @@
     │   ├── UnsupportedModelError               a model that the paged engine cannot run correctly
     │   └── UnsupportedAttentionError           no attention backend can do what a layer needs
     ├── UnknownNameError (LookupError)          a name that no registry entry carries
+    ├── MissingDependencyError (ImportError)    an optional package is needed and is not there
     ├── NotEnoughMemoryError (MemoryError)      the pool, or one block of it, does not fit
     └── EngineError (RuntimeError)              something went wrong while running
         ├── StepFailedError                     a step raised; its requests failed, the cause is `__cause__`
@@ -61,6 +62,10 @@ class UnsupportedAttentionError(NotSupportedError):
 
 class UnknownNameError(HfPagedError, LookupError):
     """A name is not registered; the message lists what is available and what is not, and why."""
+
+
+class MissingDependencyError(HfPagedError, ImportError):
+    """An optional package is needed for this and is neither installed nor could be fetched."""
 
 
 class NotEnoughMemoryError(HfPagedError, MemoryError):

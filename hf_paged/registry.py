@@ -81,3 +81,7 @@ class Registry(Generic[T]):
     def items(self):
         """Returns the (name, entry) pairs in the order of their registration."""
         return self._entries.items()
+
+    def unavailable_items(self):
+        """Returns the (name, reason) pairs of the entries that cannot be used here."""
+        return self._unavailable.items()

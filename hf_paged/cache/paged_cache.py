@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -223,6 +224,27 @@ class PagedCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(PagedLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def fill(self, rows: Sequence[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]], length: int) -> None:
+        """Stores K/V that were computed elsewhere into an empty cache.
+
+        Args:
+            rows (`Sequence[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]]`):
+                For each row the position of its first token, and per layer its keys and values
+                `[num_kv_heads, tokens, Dk or Dv]`. Other positions hold zeros.
+            length (`int`):
+                Tokens of every row, padding included.
+        """
+        for layer_idx in range(len(rows[0][1])):
+            padded = []
+            for side in (0, 1):
+                first = rows[0][1][layer_idx][side]
+                whole = first.new_zeros(len(rows), first.shape[0], length, first.shape[2])
+                for row, (start, layers) in enumerate(rows):
+                    tokens = layers[layer_idx][side]
+                    whole[row, :, start : start + tokens.shape[1]] = tokens
+                padded.append(whole)
+            self.update(padded[0], padded[1], layer_idx)
 
     def table(self) -> torch.Tensor:
         """Returns the block table, int64 `[batch, blocks per row]`, on the CPU."""

@@ -243,6 +243,11 @@ class StepCache(Cache):
                 "the new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
             )
 
+    def abandon(self) -> None:
+        """Lets go of a step that failed."""
+        self.metadata = ()
+        self.unattended = None
+
     def end(self) -> None:
         """Checks that every layer stored and attended once, and lets go of the step.
 

@@ -96,6 +96,18 @@ class InputBatch:
                 table[row, start:end] = block_ids
             self.num_blocks[row] = end
 
+    def tables_of(self, request_id: str, num_tokens: int) -> list[np.ndarray]:
+        """Returns the block ids of a request's first tokens, one array per layer group.
+
+        Args:
+            request_id (`str`):
+                A request that has not been forgotten yet.
+            num_tokens (`int`):
+                How many tokens.
+        """
+        row, count = self._rows[request_id], -(-num_tokens // self.block_size)
+        return [table[row, :count].astype(np.int64) for table in self.block_tables]
+
     def build(self, output: SchedulerOutput) -> ModelInputs:
         """Builds the inputs of the call that a step makes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import torch
 
@@ -27,11 +28,14 @@ class StepHandle:
             `[num_rows, vocab_size]`.
         prompt_rows (`dict[str, tuple[int, int]]`):
             Rows of the shares that want prompt logits.
+        seconds_inputs (`float`):
+            Time that building the inputs took.
     """
 
     output: SchedulerOutput
     logits: torch.Tensor
     prompt_rows: dict[str, tuple[int, int]]
+    seconds_inputs: float
 
 
 class KVPool:
@@ -150,6 +154,7 @@ class ModelRunner:
         Returns:
             `StepHandle`: To be handed to `collect`.
         """
+        started = time.perf_counter()
         self.batch.apply(output)
         inputs = self.batch.build(output)
         for pool, blocks in zip(self.pools, output.cleared_blocks, strict=False):
@@ -157,6 +162,7 @@ class ModelRunner:
         for pool, pairs in zip(self.pools, output.block_copies, strict=False):
             pool.copy(pairs)
         self.cache.begin(inputs.metadata)
+        seconds_inputs = time.perf_counter() - started
         keep = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
         result = self.model(
             input_ids=inputs.input_ids,
@@ -167,7 +173,7 @@ class ModelRunner:
         )
         self.cache.end()
         logits = result.logits[0] if keep else result.logits[0, inputs.logits_indices]
-        return StepHandle(output, logits, inputs.prompt_rows)
+        return StepHandle(output, logits, inputs.prompt_rows, seconds_inputs)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step and returns what it computed.
@@ -179,3 +185,27 @@ class ModelRunner:
         sampling = [share for share in handle.output.scheduled if share.sample_ids]
         rows = [row for row, share in enumerate(sampling) for _ in share.sample_ids]
         return StepResult(handle.logits, rows, handle.prompt_rows)
+
+    def read(self, request_id: str, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies a request's K/V out of its blocks.
+
+        Args:
+            request_id (`str`):
+                A request that had a share in the last step.
+            num_tokens (`int`):
+                How many of its tokens.
+
+        Returns:
+            Per layer keys `[num_kv_heads, num_tokens, Dk]` and values `[num_kv_heads, num_tokens, Dv]`.
+        """
+        tables = self.batch.tables_of(request_id, num_tokens)
+        copies = []
+        for layer in self.cache.layers:
+            index = torch.from_numpy(tables[layer.spec.group_idx]).to(layer.spec.key_cache.device)
+            copies.append(
+                tuple(
+                    cache.index_select(0, index).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+                    for cache in (layer.spec.key_cache, layer.spec.value_cache)
+                )
+            )
+        return copies

@@ -97,6 +97,46 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(slots=True)
+class GenerationOutput:
+    """One answer of `generate_batch`, with the fields of Transformers' class of that name.
+
+    Args:
+        request_id (`str`):
+            The answer's id: `req_<i>` for the i-th input, `req_<i>_<j>` for its j-th answer of several.
+        prompt_ids (`list[int]`):
+            The prompt.
+        generated_tokens (`list[int]`):
+            The answer.
+        logprobs (`list[float]`):
+            Log-probabilities of its tokens, if they were asked for.
+        error (`str`, *optional*):
+            What went wrong.
+        status (`str`):
+            `"stop"`, `"length"`, `"abort"` or `"error"`.
+        created_time (`float`):
+            When it was added, in seconds of `time.perf_counter()`.
+        lifespan (`tuple[float, float]`):
+            When it was first scheduled and when it ended.
+        timestamps (`list[float]`, *optional*):
+            When each token came, if that was asked for.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    generated_tokens: list[int]
+    logprobs: list[float]
+    error: str | None
+    status: str
+    created_time: float
+    lifespan: tuple[float, float]
+    timestamps: list[float] | None = None
+
+    def is_finished(self) -> bool:
+        """Returns whether the answer has ended."""
+        return bool(self.status)
+
+
+@dataclasses.dataclass(slots=True)
 class SamplerOutput:
     """What the sampler chose in a step.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..cache.prefix_index import BlockHash
 
 
 class RequestStatus(enum.Enum):
@@ -122,7 +125,7 @@ class Request:
         self.num_computed_tokens = 0
         self.arrival_number = -1  # set by the scheduler; the order of arrival
         self.metrics = RequestMetrics()
-        self.block_hashes: list[bytes] = []  # of its full blocks, extended as tokens arrive
+        self.block_hashes: list[BlockHash] = []  # of its full blocks, extended as tokens arrive
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +156,14 @@ class Request:
     def wants_prompt_logits(self) -> bool:
         """Returns whether logits are needed at all prompt positions, so that no prefix hit may skip them."""
         return self.params.prompt_logprobs is not None
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Returns whether the logits at its prompt positions are wanted and have not all been computed yet.
+
+        The first output token comes from the last prompt position, so a request with output has had them all.
+        """
+        return self.wants_prompt_logits and len(self.token_ids) == self.num_prompt_tokens
 
     def __repr__(self) -> str:
         return (

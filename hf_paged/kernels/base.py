@@ -94,16 +94,51 @@ class Capabilities:
         return None
 
 
+def slot_rows(metadata: PagedAttentionMetadata, num_kv_heads: int) -> torch.Tensor:
+    """Returns the rows of `cache.view(-1, head_dim)` that the call's new tokens go to, int64 `[tokens * heads]`.
+
+    Computed once per call and kept in `metadata.prepared`.
+
+    Args:
+        metadata (`PagedAttentionMetadata`):
+            The call's slots.
+        num_kv_heads (`int`):
+            K/V heads of the cache.
+    """
+    key = ("slot_rows", num_kv_heads)
+    if key not in metadata.prepared:
+        slots, block_size = metadata.slot_mapping, metadata.block_size
+        offsets = slots % block_size
+        heads = torch.arange(num_kv_heads, device=slots.device)
+        # (block_id * heads + head) * block_size + offset, where block_id * block_size is slot - offset.
+        rows = ((slots - offsets) * num_kv_heads + offsets)[:, None] + heads * block_size
+        metadata.prepared[key] = rows.reshape(-1)
+    return metadata.prepared[key]
+
+
 class PagedAttentionBackend(abc.ABC):
     """Attention over K/V blocks. One stateless-looking object per engine; it may keep workspaces.
 
-    K/V tensors of a layer have the shape `[num_blocks, num_kv_heads, block_size, head_dim]`:
+    K/V tensors of a layer are contiguous, of the shape `[num_blocks, num_kv_heads, block_size, head_dim]`:
 
         key_cache[block_id, head] = | slot 0: Dk numbers | slot 1 | ... | slot block_size - 1 |
+
+    A backend sets, next to `name` and `capabilities`, its `priority` (where several fit, the highest is taken) and
+    `automatic_devices` (device types on which it is taken without being asked for by name; `None` means all it
+    runs on).
+
+    Args:
+        spec (`AttentionSpec`):
+            What the layers that will call need.
     """
 
     name: str
     capabilities: Capabilities
+    priority: int = 0
+    automatic_devices: frozenset[str] | None = None
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -126,7 +161,7 @@ class PagedAttentionBackend(abc.ABC):
         value: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        metadata: PagedAttentionMetadata,
     ) -> None:
         """Writes new keys and values into their slots.
 
@@ -136,17 +171,15 @@ class PagedAttentionBackend(abc.ABC):
             value (`torch.Tensor`):
                 `[num_tokens, num_kv_heads, Dv]`, any strides.
             key_cache (`torch.Tensor`):
-                `[num_blocks, num_kv_heads, block_size, Dk]`.
+                `[num_blocks, num_kv_heads, block_size, Dk]`, contiguous.
             value_cache (`torch.Tensor`):
-                `[num_blocks, num_kv_heads, block_size, Dv]`.
-            slot_mapping (`torch.Tensor`):
-                int64 `[num_tokens]`.
+                `[num_blocks, num_kv_heads, block_size, Dv]`, contiguous.
+            metadata (`PagedAttentionMetadata`):
+                The call's slots; keeps the row numbers that all layers share.
         """
-        block_size = key_cache.shape[2]
-        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-        offsets = slot_mapping - blocks * block_size
-        key_cache[blocks, :, offsets] = key
-        value_cache[blocks, :, offsets] = value
+        rows = slot_rows(metadata, key_cache.shape[1])
+        for new, cache in ((key, key_cache), (value, value_cache)):
+            cache.view(-1, cache.shape[3]).index_copy_(0, rows, new.reshape(-1, cache.shape[3]))
 
     @abc.abstractmethod
     def attend(

@@ -1,0 +1,146 @@
+"""`AutoPagedModelForCausalLM`: the one line that a user of Transformers changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from .configuration import PagedConfig
+from .errors import ConfigurationError, NotSupportedError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+class AutoPagedModelForCausalLM:
+    """Loads causal language models that run on a paged K/V cache with continuous batching.
+
+    The result is an instance of the model's own class as well: everything Transformers does with it keeps working.
+
+    Example:
+
+    ```python
+    model = AutoPagedModelForCausalLM.from_pretrained("org/model")
+    model.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=20)
+    ```
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise OSError(
+            "AutoPagedModelForCausalLM is made with `AutoPagedModelForCausalLM.from_pretrained(name_or_path)` or "
+            "`AutoPagedModelForCausalLM.from_model(model)`."
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        paged_config: PagedConfig | None = None,
+        tensor_parallel_size: int | None = None,
+        quantize: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Loads a model as `AutoModelForCausalLM.from_pretrained` does and gives it a paged engine.
+
+        Args:
+            name_or_path (`str`):
+                Name on the Hub, or a folder.
+            paged_config (`PagedConfig`, *optional*):
+                Settings of the engine.
+            tensor_parallel_size (`int`, *optional*):
+                Reserved; only 1 is accepted so far.
+            quantize (`str`, *optional*):
+                Reserved.
+            kwargs (`Any`):
+                Whatever `AutoModelForCausalLM.from_pretrained` takes (`dtype`, `revision`, `token`, `cache_dir`,
+                `gguf_file`, `quantization_config`, `device_map`, `trust_remote_code`, ...). Weights are read from
+                safetensors (or GGUF) only, unless `use_safetensors=False` asks for pickle files.
+
+        Returns:
+            The model; an instance of its own class and of `PagedGenerationMixin`.
+
+        Raises:
+            UnsupportedModelError: If it is no causal language model.
+            NotSupportedError: If something was asked for that is not built yet.
+            ConfigurationError: If `paged_config` is not a `PagedConfig`.
+        """
+        _refuse_reserved(tensor_parallel_size, quantize)
+        _check_config(paged_config)
+        from transformers import AutoModelForCausalLM
+
+        from .cache.memory import move_weights_to_huge_pages
+
+        if kwargs.get("gguf_file") is None:
+            kwargs.setdefault("use_safetensors", True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"{name_or_path!r} is no decoder-only language model, which is all that the paged engine runs "
+                f"(AutoModelForCausalLM does not know its configuration: {str(error).splitlines()[0]})"
+            ) from error
+        move_weights_to_huge_pages(model)
+        return cls.from_model(model, paged_config=paged_config)
+
+    @classmethod
+    def from_model(cls, model: Any, *, paged_config: PagedConfig | None = None) -> Any:
+        """Gives a model in memory a paged engine, in place. `model.unpaged()` takes it back.
+
+        A model that the engine cannot run correctly keeps running through Transformers' own loop; one warning names
+        the layer and why.
+
+        Args:
+            model (`PreTrainedModel` or `PeftModel`):
+                A causal language model, also one with adapters.
+            paged_config (`PagedConfig`, *optional*):
+                Settings of the engine.
+
+        Returns:
+            The same object.
+
+        Raises:
+            UnsupportedModelError: If it is no causal language model of Transformers.
+            ConfigurationError: If `paged_config` is not a `PagedConfig`.
+        """
+        _check_config(paged_config)
+        from transformers import PreTrainedModel
+
+        from .generation.mixin import page_model
+
+        inner = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+        if not isinstance(inner, PreTrainedModel) or not isinstance(inner, torch.nn.Module):
+            raise UnsupportedModelError(
+                f"`model` must be a PreTrainedModel of Transformers, got {type(model).__name__}; "
+                "load names and folders with `from_pretrained`."
+            )
+        if getattr(inner.config, "is_encoder_decoder", False) or inner.get_output_embeddings() is None:
+            raise UnsupportedModelError(
+                f"{type(inner).__name__} is no decoder-only language model, which is all that the paged engine runs."
+            )
+        page_model(inner, paged_config or PagedConfig())
+        return model
+
+
+def _check_config(paged_config: Any) -> None:
+    if paged_config is not None and not isinstance(paged_config, PagedConfig):
+        raise ConfigurationError(f"`paged_config` must be a PagedConfig, got {type(paged_config).__name__}.")
+
+
+def _refuse_reserved(tensor_parallel_size: int | None, quantize: str | None) -> None:
+    if tensor_parallel_size is not None and (
+        isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1
+    ):
+        raise ConfigurationError(f"`tensor_parallel_size` must be a whole number from 1, got {tensor_parallel_size!r}.")
+    if tensor_parallel_size is not None and tensor_parallel_size > 1:
+        raise NotSupportedError(
+            f"`tensor_parallel_size` {tensor_parallel_size} is not built yet; the engine runs on one device."
+        )
+    if quantize is not None:
+        raise NotSupportedError(
+            f"`quantize` {quantize!r} is not built yet; load a checkpoint that is quantized already, with the "
+            "`quantization_config` of Transformers."
+        )

@@ -1,0 +1,216 @@
+"""Checks a request against the model and the pool before anything is touched, and turns it into `Request` objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidRequestError, InvalidTokenError, PromptTooLongError
+from .plan import EnginePlan
+from .request import Request, RequestGroup
+from .sampling.params import SamplingParams
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request must respect.
+
+    Args:
+        plan (`EnginePlan`):
+            Lengths and seats.
+        num_embeddings (`int`):
+            Token ids that a prompt may hold.
+        vocab_size (`int`):
+            Token ids that can be generated.
+        eos_token_ids (`frozenset[int]`):
+            The model's end-of-sequence tokens.
+    """
+
+    plan: EnginePlan
+    num_embeddings: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def check_prompt(prompt_token_ids: Any, limits: Limits) -> list[int]:
+    """Returns a prompt as a list of ints.
+
+    Args:
+        prompt_token_ids (`Any`):
+            A list, tensor or array of token ids.
+        limits (`Limits`):
+            What a request must respect.
+
+    Raises:
+        InvalidRequestError: If it is empty or not a flat list of whole numbers.
+        InvalidTokenError: If a token id is outside the model's vocabulary.
+        PromptTooLongError: If it can never fit.
+    """
+    if hasattr(prompt_token_ids, "tolist"):
+        prompt_token_ids = prompt_token_ids.tolist()
+    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Iterable):
+        raise InvalidRequestError(
+            f"`prompt_token_ids` must be a list of token ids, got {type(prompt_token_ids).__name__}; "
+            "tokenize the text first."
+        )
+    tokens = list(prompt_token_ids)
+    if not tokens:
+        raise InvalidRequestError(
+            "The prompt is empty: it has no token to continue from (the tokenizer adds no beginning-of-sequence token)."
+        )
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidTokenError(f"`prompt_token_ids[{place}]` must be a whole number, got {token!r}.")
+        if not 0 <= token < limits.num_embeddings:
+            raise InvalidTokenError(
+                f"`prompt_token_ids[{place}]` is {token}, outside the model's vocabulary of {limits.num_embeddings} "
+                "tokens (0 to the vocabulary's size less one)."
+            )
+    _check_length(len(tokens), limits.plan)
+    return tokens
+
+
+def _check_length(length: int, plan: EnginePlan) -> None:
+    if length >= plan.max_model_len:
+        limit = f"`max_model_len` is {plan.max_model_len}"
+        if plan.max_model_len == plan.pool_tokens:
+            limit += f", all that the K/V pool of {plan.num_blocks} blocks of {plan.block_size} tokens holds"
+            limit += f" (the prompt alone needs {-(-length // plan.block_size)} blocks)"
+        raise PromptTooLongError(
+            f"The prompt has {length} tokens and needs room for at least one more, but {limit}. "
+            "Shorten it, or raise `max_model_len`/`num_blocks` in the PagedConfig."
+        )
+    if not plan.enable_chunked_prefill and length > plan.max_num_batched_tokens:
+        raise PromptTooLongError(
+            f"The prompt has {length} tokens, but a step computes at most `max_num_batched_tokens` = "
+            f"{plan.max_num_batched_tokens} and chunked prefill is off. Turn it on, or raise the budget."
+        )
+
+
+def check_room(prompt_length: int, max_tokens: int, plan: EnginePlan) -> None:
+    """Refuses a request whose answer may not fit, for callers that must not cut it short.
+
+    Args:
+        prompt_length (`int`):
+            Tokens of the prompt.
+        max_tokens (`int`):
+            Tokens of the answer at most.
+        plan (`EnginePlan`):
+            The limits.
+
+    Raises:
+        PromptTooLongError: If prompt and answer exceed `max_model_len`.
+    """
+    if prompt_length + max_tokens > plan.max_model_len:
+        raise PromptTooLongError(
+            f"A prompt of {prompt_length} tokens and an answer of up to {max_tokens} need "
+            f"{prompt_length + max_tokens}, but `max_model_len` is {plan.max_model_len}. Ask for fewer "
+            "tokens, or raise `max_model_len` in the PagedConfig (and `num_blocks` or `cpu_kv_cache_gib`, if the pool "
+            "limits it)."
+        )
+
+
+def check_params(params: SamplingParams, limits: Limits, tokenizer: Any) -> None:
+    """Checks what sampling parameters alone cannot know: the vocabulary, the seats, the tokenizer.
+
+    Args:
+        params (`SamplingParams`):
+            The request's parameters.
+        limits (`Limits`):
+            What a request must respect.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer that texts would be made with.
+
+    Raises:
+        InvalidRequestError: If something is out of range, or needs a tokenizer that is not there.
+    """
+    if params.n > limits.plan.max_num_seqs:
+        raise InvalidRequestError(
+            f"`n` is {params.n}, but at most {limits.plan.max_num_seqs} (`max_num_seqs`) sequences run at a time."
+        )
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if token >= limits.vocab_size:
+                raise InvalidTokenError(
+                    f"`{name}` names the token {token}, outside the vocabulary of {limits.vocab_size} tokens."
+                )
+    if tokenizer is None and (params.stop or params.bad_words):
+        name = "stop" if params.stop else "bad_words"
+        raise InvalidRequestError(f"`{name}` needs a tokenizer, and the engine was given none.")
+
+
+def bad_words_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the token sequences that write a word at the start of a text and after a space.
+
+    Args:
+        words (`Sequence[str]`):
+            The words.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer.
+    """
+    sequences = []
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if tokens and tokens not in sequences:
+                sequences.append(tokens)
+    return tuple(sequences)
+
+
+def make_group(
+    tokens: list[int],
+    params: SamplingParams,
+    limits: Limits,
+    *,
+    request_id: str | None,
+    priority: int,
+    extra_keys: tuple,
+    banned: tuple[tuple[int, ...], ...],
+) -> RequestGroup:
+    """Makes the requests of a checked prompt, one per answer.
+
+    Args:
+        tokens (`list[int]`):
+            The prompt.
+        params (`SamplingParams`):
+            The parameters.
+        limits (`Limits`):
+            What a request must respect.
+        request_id (`str`, *optional*):
+            The id that the user sees; a new one by default.
+        priority (`int`):
+            Lower runs earlier under the priority policy.
+        extra_keys (`tuple`):
+            What else the K/V depend on.
+        banned (`tuple[tuple[int, ...], ...]`):
+            Token sequences that must not be generated.
+    """
+    group_id = request_id if request_id is not None else uuid.uuid4().hex
+    room = limits.plan.max_model_len - len(tokens)
+    stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
+    # Without a seed of its own a request draws one, so that `torch.manual_seed` makes a whole program repeatable.
+    seed = params.seed if params.seed is not None else int(torch.randint(2**63 - 1, ()).item())
+    return RequestGroup(
+        group_id,
+        [
+            Request(
+                group_id if params.n == 1 else f"{branch}_{group_id}",
+                tokens,
+                params,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=stop,
+                priority=priority,
+                extra_keys=extra_keys,
+                seed=seed & _SEED_MASK,
+                branch=branch,
+                bad_words_ids=banned,
+            )
+            for branch in range(params.n)
+        ],
+    )

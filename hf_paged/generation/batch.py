@@ -1,0 +1,165 @@
+"""`generate_batch`: any number of prompts through the engine, with Transformers' arguments and results."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+
+from ..errors import InvalidRequestError, NotSupportedError
+from .answer import RequestState
+from .coverage import foreign_field, foreign_input
+from .engine import Engine
+from .hf_generate import banned_sequences, sampling_params
+from .outputs import GenerationOutput
+from .sampling.params import SamplingParams
+
+_DEFAULT_NEW_TOKENS = 20
+
+
+def run_batch(
+    model: Any,
+    inputs: Sequence[Any],
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+    *,
+    tokenizer: Any = None,
+    progress_bar: bool = False,
+    record_timestamps: bool = False,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Answers prompts with continuous batching.
+
+    Args:
+        model (`PreTrainedModel`):
+            The paged model.
+        inputs (`Sequence[Any]`):
+            Token id lists, or, with a tokenizer, texts and chats (lists of messages).
+        generation_config (`GenerationConfig` or `Sequence[GenerationConfig]`, *optional*):
+            One for all prompts, or one for each; open fields come from `model.generation_config`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            For texts and chats.
+        progress_bar (`bool`, defaults to `False`):
+            Whether to show one.
+        record_timestamps (`bool`, defaults to `False`):
+            Whether results carry the time of each token.
+        kwargs (`Any`):
+            Fields of `GenerationConfig`, for all prompts.
+
+    Returns:
+        `dict[str, GenerationOutput]`: By request id, in input order.
+
+    Raises:
+        InvalidRequestError: If a prompt or a parameter is wrong; nothing is started.
+        NotSupportedError: If a field asks for something the engine does not run.
+    """
+    engine: Engine = model.engine
+    prompts = [_tokens_of(prompt, tokenizer) for prompt in inputs]
+    configs = _configs(generation_config, len(prompts))
+    planned = [_plan(model, config, len(prompt), kwargs) for prompt, config in zip(prompts, configs, strict=True)]
+    for prompt, (params, _) in zip(prompts, planned, strict=True):
+        engine.check(prompt, params, exact_room=True)
+    stamps: dict[int, list[float]] = collections.defaultdict(list)
+    on_update = functools.partial(_stamp, stamps) if record_timestamps else None
+    with engine.requests() as states, tqdm(total=len(prompts), disable=not progress_bar, unit="request") as bar:
+        for prompt, (params, banned) in zip(prompts, planned, strict=True):
+            states.append(engine.add_request(prompt, params, banned=banned, on_update=on_update))
+        for _ in engine.as_settled(states):
+            bar.update(1)
+    return _results(states, stamps if record_timestamps else None)
+
+
+def _stamp(stamps: dict[int, list[float]], state: RequestState) -> None:
+    now = time.perf_counter()
+    for answer in state.answers:
+        times = stamps[id(answer.request)]
+        times.extend([now] * (answer.request.num_output_tokens - len(times)))
+
+
+def _results(states: Sequence[RequestState], stamps: dict[int, list[float]] | None) -> dict[str, GenerationOutput]:
+    results = {}
+    for i, state in enumerate(states):
+        for answer in state.answers:
+            request = answer.request
+            request_id = f"req_{i}" if len(state.answers) == 1 else f"req_{i}_{request.branch}"
+            metrics = request.metrics
+            results[request_id] = GenerationOutput(
+                request_id=request_id,
+                prompt_ids=request.prompt_token_ids,
+                generated_tokens=request.output_token_ids,
+                logprobs=[],
+                error=str(request.error) if request.error is not None else None,
+                status=request.finish_reason.value if request.finish_reason is not None else "",
+                created_time=metrics.arrival_time,
+                lifespan=(metrics.first_scheduled_time or -1, metrics.finished_time or -1),
+                timestamps=stamps[id(request)] if stamps is not None else None,
+            )
+    return results
+
+
+def _tokens_of(prompt: Any, tokenizer: Any) -> Any:
+    if isinstance(prompt, str):
+        return _need(tokenizer, prompt)(prompt)["input_ids"]
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
+        ids = _need(tokenizer, prompt).apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
+        return ids["input_ids"] if hasattr(ids, "keys") else ids
+    if isinstance(prompt, torch.Tensor) and prompt.ndim == 2 and prompt.shape[0] == 1:
+        return prompt[0]
+    return prompt
+
+
+def _need(tokenizer: Any, prompt: Any) -> Any:
+    if tokenizer is None:
+        raise InvalidRequestError(
+            f"`inputs` holds a {'text' if isinstance(prompt, str) else 'chat'}; pass `tokenizer=` to generate_batch, "
+            "or tokenize it first."
+        )
+    return tokenizer
+
+
+def _configs(given: Any, count: int) -> list[GenerationConfig | None]:
+    if given is None or isinstance(given, GenerationConfig):
+        return [given] * count
+    configs = list(given)
+    if len(configs) != count:
+        raise InvalidRequestError(f"{count} prompts were given {len(configs)} generation configurations.")
+    for config in configs:
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise InvalidRequestError(f"`generation_config` must hold GenerationConfigs, got {type(config).__name__}.")
+    return configs
+
+
+def _plan(
+    model: Any, config: GenerationConfig | None, length: int, kwargs: dict[str, Any]
+) -> tuple[SamplingParams, tuple[tuple[int, ...], ...]]:
+    config, model_kwargs = model._prepare_generation_config(copy.deepcopy(config), **kwargs)
+    field = foreign_field(config) or foreign_input(model_kwargs)
+    if field is not None:
+        raise NotSupportedError(
+            f"`{field}` is not supported by generate_batch yet; `generate` runs it through Transformers' loop."
+        )
+    if config.do_sample and not config.temperature > 0:
+        raise InvalidRequestError(
+            f"`temperature` must be positive when sampling, got {config.temperature}; use `do_sample=False` for greedy."
+        )
+    new = config.max_new_tokens
+    if new is None:
+        default = model.generation_config.max_length is None and kwargs.get("max_length") is None
+        new = _DEFAULT_NEW_TOKENS if default and config.max_length == 20 else config.max_length - length
+    least = config.min_new_tokens if config.min_new_tokens is not None else max((config.min_length or 0) - length, 0)
+    if new < 1:
+        raise InvalidRequestError(
+            f"`max_length` {config.max_length} leaves no room after a prompt of {length} tokens; set `max_new_tokens`."
+        )
+    params = sampling_params(config, new, least)
+    eos = config.eos_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ends = [token for token in ends if token >= 0]
+    banned = banned_sequences(config, torch.tensor(ends) if ends else None)
+    return params.replace(stop_token_ids=ends), banned

@@ -1,0 +1,310 @@
+"""`generate` on the engine: from Transformers' arguments to requests, and back to its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .. import compat
+from ..cache.paged_cache import PagedCache
+from ..errors import InvalidRequestError
+from .answer import RequestState
+from .attention import IMPLEMENTATIONS
+from .coverage import foreign_field, foreign_input, rows_of
+from .engine import Engine
+from .sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class GenerateCall:
+    """A call of `generate` that the engine runs.
+
+    Args:
+        input_ids (`torch.Tensor`):
+            `[batch, length]`, padded as the caller gave it.
+        rows (`list[list[int]]`):
+            The tokens of each row, without padding.
+        params (`SamplingParams`):
+            The same for all rows.
+        bad_words_ids (`tuple[tuple[int, ...], ...]`):
+            Token sequences that must not be generated.
+        pad_token_id (`int`):
+            Fills rows that end early.
+        return_dict (`bool`):
+            Whether a `GenerateDecoderOnlyOutput` is wanted, with the cache.
+        streamer (`BaseStreamer`, *optional*):
+            Gets each token of a single row.
+    """
+
+    input_ids: torch.Tensor
+    rows: list[list[int]]
+    params: SamplingParams
+    bad_words_ids: tuple[tuple[int, ...], ...]
+    pad_token_id: int
+    return_dict: bool
+    streamer: Any = None
+
+    def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Runs the call.
+
+        Args:
+            engine (`Engine`):
+                The model's engine.
+
+        Returns:
+            `torch.LongTensor` `[batch * num_return_sequences, length]`, or a `GenerateDecoderOnlyOutput`.
+        """
+        for row in self.rows:
+            engine.check(row, self.params)
+        with engine.requests() as states:
+            if self.streamer is not None:
+                self.streamer.put(self.input_ids.cpu())
+            for row in self.rows:
+                states.append(
+                    engine.add_request(
+                        row,
+                        self.params,
+                        banned=self.bad_words_ids,
+                        keep_kv=self.return_dict,
+                        on_update=_ignore if self.streamer is not None else None,
+                    )
+                )
+            if self.streamer is not None:
+                self._stream(engine, states[0])
+            for _ in engine.as_finished(states):
+                pass
+        sequences = self._sequences(states)
+        if not self.return_dict:
+            return sequences
+        cache = self._cache(states, sequences.shape[1] - 1, engine.plan.block_size)
+        return GenerateDecoderOnlyOutput(sequences=sequences, **{compat.cache_output_field(): cache})
+
+    def _stream(self, engine: Engine, state: RequestState) -> None:
+        request, sent = state.group.requests[0], 0
+
+        def has_news() -> bool:
+            return request.num_output_tokens > sent
+
+        while not state.finished or has_news():
+            engine.wait(state, has_news)
+            if state.error is not None:
+                return  # raised by `as_finished`
+            tokens = request.output_token_ids
+            while sent < len(tokens):
+                token, sent = tokens[sent], sent + 1
+                self.streamer.put(torch.tensor([token]))
+        self.streamer.end()
+
+    def _sequences(self, states: list[RequestState]) -> torch.Tensor:
+        answers = [answer.request.output_token_ids for state in states for answer in state.answers]
+        longest = max(map(len, answers))
+        new = torch.full((len(answers), longest), self.pad_token_id, dtype=torch.long)
+        for row, tokens in enumerate(answers):
+            new[row, : len(tokens)] = torch.tensor(tokens)
+        prompts = self.input_ids.repeat_interleave(self.params.n, dim=0)
+        return torch.cat([prompts, new.to(prompts.device)], dim=1)
+
+    def _cache(self, states: list[RequestState], length: int, block_size: int) -> PagedCache:
+        """The K/V of every row at the columns of `sequences`, as Transformers' loop would have left them."""
+        width = self.input_ids.shape[1]
+        rows = [
+            (width - len(tokens), answer.kv)
+            for tokens, state in zip(self.rows, states, strict=True)
+            for answer in state.answers
+        ]
+        cache = PagedCache(block_size=block_size)
+        cache.fill(rows, length)
+        return cache
+
+
+def _ignore(state: RequestState) -> None:
+    """Streams need an update after each token; the waiting thread is woken by the step's end."""
+
+
+def plan_generate(
+    model: Any,
+    inputs: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    special: Mapping[str, Any],
+    streamer: Any,
+    kwargs: dict[str, Any],
+) -> GenerateCall | str:
+    """Returns how the engine runs a call of `generate`, or why Transformers' own loop must.
+
+    Args:
+        model (`PreTrainedModel`):
+            The paged model.
+        inputs (`torch.Tensor`, *optional*):
+            The first argument.
+        generation_config (`GenerationConfig`, *optional*):
+            As given.
+        special (`Mapping[str, Any]`):
+            Further arguments that were given (processors, criteria, ...).
+        streamer (`BaseStreamer`, *optional*):
+            As given.
+        kwargs (`dict[str, Any]`):
+            Fields of the configuration, and model inputs.
+
+    Raises:
+        ValueError: For what Transformers refuses with one.
+    """
+    if model._paged_refusal is not None:
+        return "the engine cannot run this model"
+    if model.config._attn_implementation not in IMPLEMENTATIONS:
+        return f"the attention implementation was set to {model.config._attn_implementation!r}"
+    if special and not all(_empty(value) for value in special.values()):
+        return f"`{next(name for name, value in special.items() if not _empty(value))}` was given"
+    if kwargs.get("cache_implementation") is not None:
+        return "`cache_implementation` was given"
+    lengths_open = _lengths_open(model, generation_config, kwargs)
+    config, model_kwargs = model._prepare_generation_config(
+        generation_config, **{name: value for name, value in kwargs.items() if name != "tokenizer"}
+    )
+    field = foreign_field(config)
+    if field is not None:
+        return f"`{field}` is set"
+    name = foreign_input(model_kwargs)
+    if name is not None:
+        return f"`{name}` was given"
+    input_ids = inputs if inputs is not None else model_kwargs.get("input_ids")
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+        return "the inputs are not a matrix of token ids"
+    if inputs is not None and model_kwargs.get("input_ids") is not None:
+        return "both `inputs` and `input_ids` were given"
+    if streamer is not None and (input_ids.shape[0] != 1 or config.num_return_sequences != 1):
+        return "a streamer was given for several rows"
+    return _make_call(model, input_ids, config, model_kwargs, lengths_open, streamer)
+
+
+def _make_call(
+    model: Any,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    lengths_open: tuple[bool, bool],
+    streamer: Any,
+) -> GenerateCall | str:
+    batch, length = input_ids.shape
+    if length == 0 or batch == 0:
+        return "the inputs are empty"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        return "`attention_mask` has another shape than the inputs"
+    model._prepare_special_tokens(config, mask is not None, device=input_ids.device, batch_size=batch)
+    if mask is None:
+        mask = model._prepare_attention_mask_for_generation(input_ids, config, {})
+    rows = rows_of(input_ids, mask)
+    if rows is None:
+        return "`attention_mask` has holes"
+    padded = any(len(row) != length for row in rows)
+    if padded and config.repetition_penalty not in (None, 1.0):
+        return "`repetition_penalty` counts padding tokens in Transformers"
+    if padded and not bool(mask[:, -1].all()):
+        warnings.warn(
+            "A decoder-only architecture is being used, but right-padding was detected! Rows are continued after "
+            "their last token that is not padding; set `padding_side='left'` when initializing the tokenizer.",
+            UserWarning,
+            stacklevel=5,
+        )
+    config = model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=lengths_open[0],
+        has_default_min_length=lengths_open[1],
+        model_input_name="input_ids",
+        input_ids_length=length,
+        inputs_tensor=input_ids,
+    )
+    model._validate_generated_length(config, length, lengths_open[0])
+    if config.do_sample and not config.temperature > 0:
+        return "`temperature` is not positive"  # Transformers has a message for it
+    max_new_tokens = config.max_length - length
+    longest = max(map(len, rows))
+    if longest + max_new_tokens > model.engine.plan.max_model_len:
+        return (
+            f"{longest} prompt tokens and up to {max_new_tokens} new ones exceed `max_model_len` "
+            f"{model.engine.plan.max_model_len}"
+        )
+    eos = config._eos_token_tensor
+    params = sampling_params(config, max_new_tokens, max((config.min_length or 0) - length, 0))
+    if eos is not None:
+        params = params.replace(stop_token_ids=[int(token) for token in eos.tolist() if token >= 0])
+    pad = config._pad_token_tensor
+    return GenerateCall(
+        input_ids,
+        rows,
+        params,
+        banned_sequences(config, eos),
+        int(pad) if pad is not None else 0,
+        bool(config.return_dict_in_generate),
+        streamer,
+    )
+
+
+def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) -> SamplingParams:
+    """Returns sampling parameters that do what a complete generation configuration says.
+
+    Args:
+        config (`GenerationConfig`):
+            With all defaults filled in.
+        max_tokens (`int`):
+            New tokens at most.
+        min_tokens (`int`):
+            New tokens at least.
+    """
+    sample = bool(config.do_sample)
+    return SamplingParams(
+        n=config.num_return_sequences or 1,
+        temperature=float(config.temperature) if sample else 0.0,
+        top_k=(config.top_k or 0) if sample else 0,
+        top_p=float(config.top_p if config.top_p is not None else 1.0) if sample else 1.0,
+        min_p=float(config.min_p or 0.0) if sample else 0.0,
+        repetition_penalty=float(config.repetition_penalty or 1.0),
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        ignore_eos=True,  # the configuration's own end-of-sequence tokens are passed as stop tokens
+        detokenize=False,
+    )
+
+
+def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+    """Returns `bad_words_ids` without end-of-sequence tokens, which Transformers leaves out of them.
+
+    Args:
+        config (`GenerationConfig`):
+            With all defaults filled in.
+        eos (`torch.Tensor`, *optional*):
+            End-of-sequence tokens.
+
+    Raises:
+        InvalidRequestError: If it is not a list of lists of token ids.
+    """
+    words = config.bad_words_ids
+    if words is None:
+        return ()
+    if not isinstance(words, list) or not words or not all(isinstance(w, list) and w for w in words):
+        raise InvalidRequestError(f"`bad_words_ids` has to be a non-empty list of lists of token ids, but is {words}.")
+    ends = set(eos.tolist()) if eos is not None else set()
+    return tuple(tuple(word) for word in words if not (len(word) == 1 and word[0] in ends))
+
+
+def _lengths_open(model: Any, config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether nobody set `max_length`, and `min_length`: what Transformers asks before it fills in defaults."""
+
+    def is_open(name: str) -> bool:
+        given = kwargs.get(name) is None and (config is None or getattr(config, name) is None)
+        return given and getattr(model.generation_config, name) is None
+
+    return is_open("max_length"), is_open("min_length")
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, list) and not value)

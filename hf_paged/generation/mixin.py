@@ -1,0 +1,297 @@
+"""`PagedGenerationMixin`: what a paged model does differently from the same model of Transformers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .. import compat
+from ..cache.paged_cache import PagedCache
+from ..configuration import PagedConfig
+from ..errors import NotSupportedError, UnsupportedAttentionError, UnsupportedModelError
+from ..modeling.layer_groups import inspect_configuration
+from . import attention
+from .batch import run_batch
+from .engine import Engine
+from .hf_generate import plan_generate
+from .outputs import GenerationOutput
+
+logger = logging.getLogger(__name__)
+
+# Engines live beside their models, not in them: a copy or a pickle of a model never carries a pool.
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
+_engines_lock = threading.RLock()
+_classes: dict[type, type] = {}
+
+
+class PagedGenerationMixin:
+    """Generation on a paged K/V cache, in front of a Transformers model class.
+
+    `generate` and `generate_batch` run on the model's engine; what the engine does not run yet goes through
+    Transformers' own loop with a `PagedCache`. A plain `model(...)` is Transformers', untouched.
+    """
+
+    _paged_config: PagedConfig
+    _paged_refusal: str | None
+
+    @property
+    def engine(self) -> Engine:
+        """Returns the model's engine, made at the first use.
+
+        Raises:
+            UnsupportedModelError: If the paged engine cannot run this model.
+        """
+        if self._paged_refusal is not None:
+            raise UnsupportedModelError(self._paged_refusal)
+        with _engines_lock:
+            engine = _engines.get(self)  # type: ignore[call-overload]
+            if engine is None:
+                engine = _engines[self] = Engine(self, self._paged_config)  # type: ignore[index, arg-type]
+            return engine
+
+    def generate(  # noqa: PLR0913 - the signature is Transformers'
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
+        custom_generate: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Transformers' `generate`: same arguments, same results.
+
+        Greedy search and sampling run on the paged engine, together with whatever else it is running. Everything
+        else goes through Transformers' own loop, with a `PagedCache`.
+
+        Args:
+            inputs (`torch.Tensor`, *optional*):
+                Token ids `[batch, length]`, or one row `[length]`.
+            generation_config (`GenerationConfig`, *optional*):
+                As in Transformers.
+            logits_processor (`LogitsProcessorList`, *optional*):
+                As in Transformers.
+            stopping_criteria (`StoppingCriteriaList`, *optional*):
+                As in Transformers.
+            prefix_allowed_tokens_fn (`Callable`, *optional*):
+                As in Transformers.
+            synced_gpus (`bool`, *optional*):
+                As in Transformers.
+            assistant_model (`PreTrainedModel`, *optional*):
+                As in Transformers.
+            streamer (`BaseStreamer`, *optional*):
+                As in Transformers.
+            negative_prompt_ids (`torch.Tensor`, *optional*):
+                As in Transformers.
+            negative_prompt_attention_mask (`torch.Tensor`, *optional*):
+                As in Transformers.
+            custom_generate (`str` or `Callable`, *optional*):
+                As in Transformers.
+            kwargs (`Any`):
+                Fields of `GenerationConfig`, `attention_mask` and other model inputs.
+
+        Returns:
+            `torch.LongTensor` `[batch * num_return_sequences, length]`, or a `GenerateDecoderOnlyOutput` with
+            `return_dict_in_generate`.
+        """
+        if inputs is not None and isinstance(inputs, torch.Tensor) and inputs.ndim == 1:
+            inputs = inputs[None]
+        special = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "assistant_model": assistant_model,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "custom_generate": custom_generate,
+        }
+        given = {name: value for name, value in special.items() if value is not None}
+        call = plan_generate(self, inputs, generation_config, given, streamer, kwargs)
+        if not isinstance(call, str):
+            return call.run(self.engine)
+        logger.info("generate runs through Transformers' own loop: %s.", call)
+        if self._paged_refusal is None and not _chooses_cache(kwargs):
+            kwargs[compat.cache_argument(self)] = PagedCache(self.config)  # type: ignore[attr-defined, arg-type]
+        return super().generate(  # type: ignore[misc]
+            inputs=inputs, generation_config=generation_config, streamer=streamer, **given, **kwargs
+        )
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Any],
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = True,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, GenerationOutput]:
+        """Transformers' `generate_batch`: many prompts of any lengths with continuous batching.
+
+        Args:
+            inputs (`Sequence[Any]`):
+                Token id lists, or, with a tokenizer, texts and chats (lists of messages).
+            generation_config (`GenerationConfig` or `Sequence[GenerationConfig]`, *optional*):
+                One for all prompts, or one for each. Open fields come from `model.generation_config`, as in
+                `generate`; Transformers' own `generate_batch` does not stop at end-of-sequence tokens instead.
+            continuous_batching_config (`Any`, *optional*):
+                Settings of Transformers' own engine; only `None` is accepted, see `PagedConfig`.
+            record_timestamps (`bool`, defaults to `False`):
+                Whether results carry the time of each token.
+            progress_bar (`bool`, defaults to `True`):
+                Whether to show one.
+            persistent_manager (`bool`, defaults to `False`):
+                Accepted for Transformers' sake: the engine always stays.
+            warmup (`bool`, defaults to `True`):
+                Accepted for Transformers' sake: there is nothing to warm up.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*):
+                For texts and chats.
+            kwargs (`Any`):
+                Fields of `GenerationConfig`, for all prompts.
+
+        Returns:
+            `dict[str, GenerationOutput]`: By request id, in input order.
+
+        Raises:
+            InvalidRequestError: If a prompt or a parameter is wrong; nothing is started.
+            NotSupportedError: If a field asks for something the engine does not run.
+        """
+        if continuous_batching_config is not None:
+            raise NotSupportedError(
+                "`continuous_batching_config` configures Transformers' own engine; pass a `PagedConfig` to "
+                "`from_pretrained(..., paged_config=)` instead."
+            )
+        return run_batch(
+            self,
+            inputs,
+            generation_config,
+            tokenizer=tokenizer,
+            progress_bar=progress_bar,
+            record_timestamps=record_timestamps,
+            **kwargs,
+        )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Is not built yet.
+
+        Args:
+            args (`Any`):
+                Ignored.
+            kwargs (`Any`):
+                Ignored.
+
+        Raises:
+            NotSupportedError: Always; `generate_batch` and `AsyncEngine` serve the same purposes.
+        """
+        raise NotSupportedError(
+            "The manager of Transformers' continuous batching is not built yet on a paged model; use `generate_batch` "
+            "for many prompts, or `AsyncEngine` for requests that come and go."
+        )
+
+    continuous_batching_context_manager = init_continuous_batching
+
+    def unpaged(self) -> Any:
+        """Closes the engine and gives back the model as it was before it was paged.
+
+        Returns:
+            `PreTrainedModel`: The same object, of its own class.
+        """
+        with _engines_lock:
+            engine = _engines.pop(self, None)  # type: ignore[call-overload]
+        if engine is not None:
+            engine.close()
+        stock = attention.IMPLEMENTATIONS.get(self.config._attn_implementation)  # type: ignore[attr-defined]
+        if stock is not None:
+            self.set_attn_implementation(stock)  # type: ignore[attr-defined]
+        del self._paged_config, self._paged_refusal
+        self.__class__ = _stock_class(type(self))
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _rebuild, (_stock_class(type(self)),), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def page_model(model: torch.nn.Module, config: PagedConfig) -> None:
+    """Makes a model a paged one, in place.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model; one that is paged already gets a new engine.
+        config (`PagedConfig`):
+            Settings of the engine.
+    """
+    if isinstance(model, PagedGenerationMixin):
+        model.unpaged()
+    stock = model.config._attn_implementation
+    refusal = _prepare_attention(model, stock)
+    model.__class__ = paged_class(type(model))
+    model._paged_config, model._paged_refusal = config, refusal  # type: ignore[assignment]
+    if refusal is None:
+        try:
+            assert isinstance(model, PagedGenerationMixin), "the class was set above"
+            model.engine  # noqa: B018 - a model that the engine cannot run is found out here, not at the first request
+        except (UnsupportedModelError, UnsupportedAttentionError) as error:
+            refusal = model._paged_refusal = str(error)
+            model.set_attn_implementation(stock)
+    if refusal is not None:
+        logger.warning("%s It runs through Transformers' own loop, with Transformers' own cache.", refusal)
+
+
+def _prepare_attention(model: Any, stock: str) -> str | None:
+    """Sets our attention implementation, or returns why not."""
+    attention.register()
+    name = attention.paged_name(stock)
+    try:
+        inspect_configuration(model)
+    except UnsupportedModelError as error:
+        return str(error)
+    if name is None:
+        return f"The attention implementation {stock!r} of {type(model).__name__} has no paged counterpart."
+    model.set_attn_implementation(name)
+    return None
+
+
+def paged_class(cls: type) -> type:
+    """Returns the paged class of a model class: a subclass with the same name and module.
+
+    `save_pretrained` writes the class's name, `pipeline` looks it up, and Transformers greps the module's source.
+
+    Args:
+        cls (`type`):
+            A class of Transformers, or of remote code.
+    """
+    if cls not in _classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls)(cls.__name__, (PagedGenerationMixin, cls), names)
+    return _classes[cls]
+
+
+def _stock_class(cls: type) -> type:
+    return next(base for base in cls.__mro__[1:] if base is not PagedGenerationMixin)
+
+
+def _rebuild(cls: type) -> Any:
+    attention.register()
+    paged = paged_class(cls)
+    return paged.__new__(paged)
+
+
+def _chooses_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` brings a cache of its own, wants a kind of cache, or wants none."""
+    return any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "cache_implementation")) or (
+        kwargs.get("use_cache") is False
+    )

@@ -1,0 +1,147 @@
+"""Runs the paged path on a few tokens at load: against the plain forward, and for its memory on an accelerator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..configuration import PagedConfig
+from ..errors import HfPagedError, UnsupportedModelError
+from ..kernels.base import PagedAttentionBackend
+from ..modeling.layer_groups import LayerGroup
+from .model_runner import ModelRunner
+from .step import ScheduledRequest, SchedulerOutput
+
+# Relative error of the logits, in the Frobenius norm. Rounding depends on the shape of a call, and a router may
+# choose another expert for it; attending to the wrong tokens is off by far more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE_HALF = 0.2
+
+
+@torch.inference_mode()
+def check_against_stock(
+    model: torch.nn.Module, groups: tuple[LayerGroup, ...], backend: PagedAttentionBackend, block_size: int
+) -> None:
+    """Computes two short sequences together on the paged path, in chunks, and compares with the plain forward.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model, with our attention implementation set.
+        groups (`tuple[LayerGroup, ...]`):
+            Its layers.
+        backend (`PagedAttentionBackend`):
+            The attention backend.
+        block_size (`int`):
+            Tokens per block.
+
+    Raises:
+        UnsupportedModelError: If the paged path fails, or gives other logits.
+    """
+    vocab = model.get_input_embeddings().weight.shape[0]
+    device = groups[0].device
+    first = [(7 * i + 3) % vocab for i in range(block_size + 3)]
+    second = [(5 * i + 2) % vocab for i in range(5)]
+    blocks = tuple(tuple(range(2)) for _ in groups), tuple((2,) for _ in groups)
+    steps = [
+        SchedulerOutput(
+            0,
+            (
+                ScheduledRequest("a", 0, len(first) - 1, tuple(first), blocks[0], is_new=True),
+                ScheduledRequest("b", 0, 2, tuple(second), blocks[1], is_new=True),
+            ),
+        ),
+        SchedulerOutput(
+            1,
+            (
+                ScheduledRequest("a", len(first) - 1, 1, sample_ids=("a",)),
+                ScheduledRequest("b", 2, len(second) - 2, sample_ids=("b",)),
+            ),
+        ),
+    ]
+    try:
+        runner = ModelRunner(
+            model, groups, backend, num_blocks=3, block_size=block_size, max_num_seqs=2, max_model_len=2 * block_size
+        )
+        logits = [runner.collect(runner.launch(step)).logits for step in steps][-1]
+        stock = [
+            model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -1]
+            for tokens in (first, second)
+        ]
+    except HfPagedError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on the paged engine: {error}") from error
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails when its tokens come in one flat row: {type(error).__name__}: {error}"
+        ) from error
+    expected = torch.stack(stock).double()
+    error_norm = float((logits.double() - expected).norm() / expected.norm())
+    tolerance = _TOLERANCE.get(stock[0].dtype, _TOLERANCE_HALF)
+    if not error_norm <= tolerance and bool(expected.isfinite().all()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives other logits on the paged path than on its own: relative error "
+            f"{error_norm:.2g}, allowed {tolerance:.2g}. Some layer does more than attention over keys and values."
+        )
+
+
+@torch.inference_mode()
+def activation_bytes(
+    model: torch.nn.Module,
+    groups: tuple[LayerGroup, ...],
+    backend: PagedAttentionBackend,
+    block_size: int,
+    config: PagedConfig,
+) -> int:
+    """Returns what a step at the token budget needs on an accelerator beyond weights and pool; 0 on a CPU.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        groups (`tuple[LayerGroup, ...]`):
+            Its layers.
+        backend (`PagedAttentionBackend`):
+            The attention backend.
+        block_size (`int`):
+            Tokens per block.
+        config (`PagedConfig`):
+            Gives the token budget and the seats.
+    """
+    device = groups[0].device
+    if device.type == "cpu" or config.num_blocks is not None:
+        return 0
+    accelerator = torch.get_device_module(device)
+    tokens = config.max_num_batched_tokens or 8192
+    seats = min(config.max_num_seqs or 256, tokens)
+    length = math.ceil(tokens / seats)
+    blocks_each = math.ceil(length / block_size)
+    runner = ModelRunner(
+        model,
+        groups,
+        backend,
+        num_blocks=seats * blocks_each,
+        block_size=block_size,
+        max_num_seqs=seats,
+        max_model_len=length,
+    )
+    shares = tuple(
+        ScheduledRequest(
+            str(seat),
+            0,
+            length,
+            (0,) * length,
+            tuple(tuple(range(seat * blocks_each, (seat + 1) * blocks_each)) for _ in groups),
+            is_new=True,
+            sample_ids=(str(seat),),
+        )
+        for seat in range(seats)
+    )
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats(device)
+    before = accelerator.memory_allocated(device)
+    logits = runner.collect(runner.launch(SchedulerOutput(0, shares))).logits
+    logits.float().softmax(-1)  # what sampling takes
+    accelerator.synchronize(device)
+    peak = accelerator.max_memory_allocated(device) - before
+    del runner, logits
+    accelerator.empty_cache()
+    return int(peak)

@@ -1,0 +1,401 @@
+"""What each step computes: every running request catches up with its tokens, within a token budget. No torch.
+
+There is no prefill phase and no decode phase. A request has `num_tokens - num_computed_tokens` tokens to catch up
+with; a decoding one is one token behind, a new prompt far behind, a prefix hit starts further ahead, a preempted
+request has fallen back to zero. A step gives out its budget in this order:
+
+    1. running requests one token behind        each gets its token; may preempt
+    2. running requests further behind          at most a fair share each; may preempt
+    3. waiting requests in policy order         only if all their tokens fit beside what the running ones still need
+    4. the requests that a fair share held back what is left of the budget
+
+Preempting happens before admitting, and a step that preempted admits nobody, so nobody ever shares blocks with a
+request that loses them in the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ..cache.block_manager import BlockManager, PrefixHit
+from ..errors import InvalidRequestError
+from .policies import SchedulingPolicy
+from .request import FinishReason, Request, RequestGroup, RequestStatus
+from .scheduler_config import SchedulerConfig
+from .step import SchedulerOutput
+from .step_draft import RunnerView, Share, StepDraft
+from .waiting import WaitingRoom, group_of
+
+WATERMARK = 100  # one block in so many stays free at an admission, so that the running requests can grow
+
+
+class Scheduler:
+    """Decides what each step computes. The engine calls `schedule`, runs the step and reports how it went.
+
+    Each output of `schedule` with shares must be given back, either to `update_from_output` or, if the step failed, to `cancel`.
+    Requests may be added, finished and aborted in between.
+
+    Args:
+        config (`SchedulerConfig`):
+            Limits of a step.
+        block_manager (`BlockManager`):
+            The blocks. Nobody else allocates from it.
+        policy (`SchedulingPolicy`):
+            Who runs next, and who gives way.
+    """
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, policy: SchedulingPolicy):
+        self.config = config
+        self.num_preemptions = 0
+        self.num_finished = dict.fromkeys(FinishReason, 0)
+        self.requests: dict[str, Request] = {}  # all that have not ended
+        self._blocks = block_manager
+        self._policy = policy
+        self._waiting = WaitingRoom(policy)
+        self._running: dict[str, Request] = {}
+        self._groups: dict[str, RequestGroup] = {}
+        self._runner = RunnerView(block_manager)
+        self._in_flight: StepDraft | None = None
+        self._next_step_id = 0
+        self._next_arrival_number = 0
+
+    # --- from outside a step -----------------------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Returns whether any request has not ended."""
+        return bool(self.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns the requests waiting to be admitted; a group of branches counts once until it has forked."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Returns the requests that hold blocks."""
+        return len(self._running)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Returns whether the K/V of so many tokens fit into the pool when nobody else runs.
+
+        Args:
+            num_tokens (`int`):
+                Tokens whose K/V are stored: prompt and output without the last output token.
+        """
+        return self._blocks.blocks_needed(num_tokens) <= self._blocks.num_blocks
+
+    def add(self, group: RequestGroup) -> None:
+        """Queues the branches of a prompt. They are admitted together.
+
+        Args:
+            group (`RequestGroup`):
+                The branches; one for most requests.
+
+        Raises:
+            PromptTooLongError: If it can never run to its end, whatever else ends.
+            InvalidRequestError: If an id is in use, or there are more branches than requests may run.
+        """
+        used = [request.request_id for request in group.requests if request.request_id in self.requests]
+        if used or group.group_id in self._groups:
+            raise InvalidRequestError(f"The id {(used or [group.group_id])[0]!r} is in use; choose another.")
+        self.config.check(group, self._blocks)
+        self._groups[group.group_id] = group
+        for request in group.requests:
+            request.arrival_number = self._next_arrival_number
+            self._next_arrival_number += 1
+            self.requests[request.request_id] = request
+        self._waiting.add(group.requests)
+
+    def set_ready(self, request: Request) -> None:
+        """What a request was waiting for is there. Requests that are not ready are passed by.
+
+        Args:
+            request (`Request`):
+                A request that was added with `ready = False`.
+        """
+        self._waiting.set_ready(request)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Ends a request. Safe at any time; nothing happens if it has ended, or was never added.
+
+        Its blocks are free at once, or when the step that uses them is over.
+
+        Args:
+            request (`Request`):
+                The request.
+            reason (`FinishReason`):
+                Why.
+            stop_reason (`int` or `str`, *optional*):
+                The stop token or stop string that ended it.
+            error (`BaseException`, *optional*):
+                What went wrong.
+        """
+        if self.requests.get(request.request_id) is not request:
+            return
+        del self.requests[request.request_id]
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        request.stop_reason, request.error = stop_reason, error
+        request.metrics.finished_time = time.perf_counter()
+        self.num_finished[reason] += 1
+        self._running.pop(request.request_id, None)
+        self._runner.forget(request)
+        self._waiting.leave(request)
+        if group_of(request).is_finished:
+            self._groups.pop(group_of(request).group_id, None)
+        if self._in_flight is not None and self._in_flight.uses(request):
+            self._in_flight.ended.append(request)
+        else:
+            self._blocks.free(request)
+
+    def abort(self, any_id: str) -> list[Request]:
+        """Ends a request, or all branches of a group.
+
+        Args:
+            any_id (`str`):
+                A `group_id` or `request_id`; a group's if it is both. Unknown and ended ones are no error.
+
+        Returns:
+            `list[Request]`: The requests that this ended.
+        """
+        group, request = self._groups.get(any_id), self.requests.get(any_id)
+        requests = list(group.requests) if group else [request] if request else []
+        ended = [request for request in requests if not request.is_finished]
+        for request in ended:
+            self.finish(request, FinishReason.ABORT)
+        return ended
+
+    # --- a step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decides what the next step computes. An empty one says nothing and need not be given back.
+
+        Returns:
+            `SchedulerOutput`: The step.
+        """
+        assert self._in_flight is None, "the last step is still in flight: update_from_output or cancel comes first"
+        step = StepDraft(self._next_step_id, self.config.max_num_batched_tokens)
+        self._next_step_id += 1
+        self._schedule_decodes(step)
+        fair_share = self._fair_share(step)
+        self._schedule_prefills(step, fair_share)
+        if not step.preempted:
+            self._admit_waiting(step, fair_share)
+        self._hand_out_rest(step)
+        for share in step.shares.values():
+            if share.catches_up:
+                share.sampling = (share.request, *self._fork(share.request))
+        self._in_flight = step if step.shares else None
+        return self._runner.output(step)
+
+    def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+        """The step has run: moves its requests forward, appends their tokens and ends those that are done.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            sampled (`Mapping[str, int]`):
+                A token for each id in the shares' `sample_ids`; requests that have ended need none.
+
+        Returns:
+            `list[Request]`: The requests that got a token, in schedule order.
+        """
+        step = self._land(output)
+        for share in step.shares.values():
+            self._blocks.commit(share.request)
+            share.request.num_computed_tokens += share.num_tokens
+            for request in share.sampling:
+                request.num_computed_tokens = share.request.num_computed_tokens
+        self._free_ended(step)
+        now = time.perf_counter()
+        updated = [request for share in step.shares.values() for request in share.sampling if not request.is_finished]
+        for request in updated:
+            assert request.request_id in sampled, f"{request.request_id} got no token; finish it if it failed"
+            self._append(request, sampled[request.request_id], now)
+        return updated
+
+    def cancel(self, output: SchedulerOutput) -> None:
+        """The step did not run to its end: the requests are as before, and will be scheduled again.
+
+        Who was admitted or forked in it goes back to waiting, since the blocks that it shares may be empty.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+        """
+        step = self._land(output)
+        for share in step.shares.values():
+            self._undo_fork(share)
+            self._blocks.rollback(share.request)
+            self._runner.forget(share.request)
+            if share.admitted:
+                self._undo_admission(share.request)
+        self._runner.remind(output.removed_ids)
+        self._free_ended(step)
+
+    # --- putting a step together -------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, step: StepDraft) -> None:
+        for request in tuple(self._running.values()):
+            if len(request.token_ids) - request.num_computed_tokens > 1:
+                step.partial[request.request_id] = request
+            elif step.budget > 0 and request.request_id in self._running:
+                self._give(step, request, 1)
+
+    def _schedule_prefills(self, step: StepDraft, fair_share: int) -> None:
+        for request in tuple(step.partial.values()):
+            if step.budget > 0 and request.request_id in self._running:
+                self._give(step, request, self._chunk(request, 0, min(fair_share, step.budget)))
+
+    def _admit_waiting(self, step: StepDraft, fair_share: int) -> None:
+        max_num_seqs, max_partial = self.config.max_num_seqs, self.config.max_partial_prefills
+        while step.budget > 0 and (request := self._policy.peek()) is not None:
+            if self._waiting.num_seats(self._running.values()) + self._waiting.num_seats([request]) > max_num_seqs:
+                return
+            hit = self._blocks.find_prefix(request)
+            num_tokens = self._first_chunk(step, request, hit.num_tokens, fair_share)
+            partial = hit.num_tokens + num_tokens < request.num_tokens
+            if num_tokens == 0 or (partial and step.num_left_partial >= max_partial):
+                return
+            if not self._blocks.can_admit(request, hit, self._num_reserved_blocks(step)):
+                return
+            self._start(self._policy.pop(), hit)
+            allocation = self._blocks.allocate_slots(request, num_tokens)
+            assert allocation is not None, "can_admit has counted the blocks"
+            step.shares[request.request_id] = Share(request, num_tokens, allocation, admitted=True)
+            step.budget -= num_tokens
+            if partial:
+                step.partial[request.request_id] = request
+
+    def _hand_out_rest(self, step: StepDraft) -> None:
+        for request in step.partial.values():
+            share = step.shares.get(request.request_id)
+            if share is None or step.budget == 0:
+                continue
+            num_tokens = self._chunk(request, 0, share.num_tokens + step.budget)
+            if num_tokens == share.num_tokens:
+                continue
+            allocation = self._blocks.allocate_slots(request, num_tokens)
+            if allocation is not None:  # nobody is preempted for a rest
+                step.budget -= num_tokens - share.num_tokens
+                share.num_tokens, share.allocation = num_tokens, allocation
+
+    # --- how much, and whether -----------------------------------------------------------------------------------
+
+    def _fair_share(self, step: StepDraft) -> int:
+        """Tokens that a prefill gets while others compete for the budget; a lone one gets all."""
+        competing = len(step.partial) + len(self._policy)
+        return max(1, -(-step.budget // max(1, min(competing, self.config.max_partial_prefills))))
+
+    def _chunk(self, request: Request, num_cached_tokens: int, limit: int) -> int:
+        num_tokens = request.num_tokens - request.num_computed_tokens - num_cached_tokens
+        return min(num_tokens, limit, self.config.prompt_logits_chunk if request.needs_prompt_logits else limit)
+
+    def _first_chunk(self, step: StepDraft, request: Request, num_cached_tokens: int, fair_share: int) -> int:
+        num_tokens = request.num_tokens - num_cached_tokens
+        whole = num_tokens <= self.config.max_num_batched_tokens and not request.needs_prompt_logits
+        if whole and not self.config.enable_chunked_prefill:
+            return num_tokens if num_tokens <= step.budget else 0
+        return self._chunk(request, num_cached_tokens, min(fair_share, step.budget))
+
+    def _num_reserved_blocks(self, step: StepDraft) -> int:
+        """Free blocks that a new request must leave: what started prompts still need, and some room to grow."""
+        if not self._running:
+            return 0
+        needed = self._blocks.blocks_needed
+        started = sum(needed(r.num_tokens) - self._blocks.num_blocks_of(r) for r in step.partial.values())
+        return started + -(-self._blocks.num_blocks // WATERMARK)
+
+    # --- moving requests between states --------------------------------------------------------------------------
+
+    def _start(self, request: Request, hit: PrefixHit) -> None:
+        self._blocks.admit(request, hit)
+        self._running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        if request.metrics.num_preemptions == 0:
+            request.metrics.num_cached_tokens = hit.num_tokens
+            request.metrics.first_scheduled_time = time.perf_counter()
+
+    def _give(self, step: StepDraft, request: Request, num_tokens: int) -> None:
+        """Adds a running request to the step; preempts until there are blocks, in the end the request itself."""
+        while (allocation := self._blocks.allocate_slots(request, num_tokens)) is None:
+            victim = self._policy.victim(self._running.values())
+            self._preempt(step, victim)
+            if victim is request:
+                return
+        step.shares[request.request_id] = Share(request, num_tokens, allocation)
+        step.budget -= num_tokens
+
+    def _preempt(self, step: StepDraft, request: Request) -> None:
+        share = step.shares.pop(request.request_id, None)
+        if share is not None:
+            step.budget += share.num_tokens
+            self._blocks.rollback(request)
+        step.partial.pop(request.request_id, None)
+        step.preempted = True
+        self.num_preemptions += 1
+        request.metrics.num_preemptions += 1
+        self._blocks.free(request)
+        self._runner.forget(request)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        del self._running[request.request_id]
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.metrics.num_preemptions else RequestStatus.WAITING
+        self._policy.push(request)
+
+    def _undo_admission(self, request: Request) -> None:
+        self._blocks.undo_admission(request)
+        if not request.is_finished:
+            self._requeue(request)
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The prompt will be done: the other branches continue from here, on the same blocks."""
+        children = self._waiting.take_unforked(request)
+        for child in children:
+            self._blocks.fork(request, child)
+            self._running[child.request_id] = child
+            child.status = RequestStatus.RUNNING
+            child.metrics.num_cached_tokens = request.metrics.num_cached_tokens
+            child.metrics.first_scheduled_time = request.metrics.first_scheduled_time
+        return children
+
+    def _undo_fork(self, share: Share) -> None:
+        children = [child for child in share.sampling[1:] if not child.is_finished]
+        for child in children:
+            self._blocks.free(child)
+            del self._running[child.request_id]
+            child.status = RequestStatus.WAITING
+        if children and share.request.is_finished:
+            self._waiting.add(children)
+        else:
+            self._waiting.keep_unforked(share.request, children)
+
+    def _append(self, request: Request, token_id: int, now: float) -> None:
+        request.token_ids.append(token_id)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        if token_id in request.stop_token_ids and request.num_output_tokens >= request.params.min_tokens:
+            asked = token_id in (request.params.stop_token_ids or ())  # the end-of-sequence token is no stop reason
+            self.finish(request, FinishReason.STOP, stop_reason=token_id if asked else None)
+        elif request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.config.max_model_len:
+            self.finish(request, FinishReason.LENGTH)
+
+    def _land(self, output: SchedulerOutput) -> StepDraft:
+        if not output.scheduled:
+            return StepDraft(output.step_id, 0)
+        step, self._in_flight = self._in_flight, None
+        assert step is not None and step.step_id == output.step_id, f"step {output.step_id} is not in flight"
+        return step
+
+    def _free_ended(self, step: StepDraft) -> None:
+        for request in step.ended:
+            self._blocks.free(request)

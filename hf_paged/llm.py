@@ -1,0 +1,295 @@
+"""`LLM`: offline inference with vLLM's names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from .auto import AutoPagedModelForCausalLM
+from .configuration import PagedConfig
+from .errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
+from .generation.outputs import RequestOutput
+from .generation.sampling.params import SamplingParams
+
+_UNBUILT_PROMPT_KEYS = ("multi_modal_data", "prompt_embeds", "mm_processor_kwargs")
+
+
+class LLM:
+    """A model with its tokenizer and a paged engine, for many prompts at once.
+
+    Args:
+        model (`str` or `PreTrainedModel`):
+            Name on the Hub, a folder, or a paged model in memory.
+        tokenizer (`str` or `PreTrainedTokenizerBase`, *optional*):
+            By default the model's own.
+        dtype (`str` or `torch.dtype`, defaults to `"auto"`):
+            Dtype of the weights.
+        tensor_parallel_size (`int`, defaults to 1):
+            Devices; only 1 so far.
+        gpu_memory_utilization (`float`, defaults to 0.9):
+            Share of an accelerator's memory for weights, activations and K/V.
+        max_model_len (`int`, *optional*):
+            Prompt and answer together, in tokens.
+        max_num_seqs (`int`, *optional*):
+            Requests that run at the same time.
+        max_num_batched_tokens (`int`, *optional*):
+            Tokens per step.
+        enable_prefix_caching (`bool`, defaults to `True`):
+            Keep and share the K/V of equal beginnings.
+        seed (`int`, *optional*):
+            Makes requests without a seed of their own repeatable.
+        trust_remote_code (`bool`, defaults to `False`):
+            Allow model code from the checkpoint.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        quantization (`str`, *optional*):
+            Reserved.
+        paged_config (`PagedConfig`, *optional*):
+            All engine settings at once, instead of the single ones.
+        kwargs (`Any`):
+            Further `PagedConfig` fields (`block_size`, `num_blocks`, ...), and whatever
+            `AutoModelForCausalLM.from_pretrained` takes (`gguf_file`, `token`, `device_map`, ...).
+
+    Raises:
+        UnsupportedModelError: If the paged engine cannot run this model.
+        NotSupportedError: If something was asked for that is not built yet.
+
+    Example:
+
+    ```python
+    llm = LLM(model="org/model")
+    for output in llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, top_p=0.95)):
+        print(output.outputs[0].text)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        dtype: Any = "auto",
+        tensor_parallel_size: int = 1,
+        seed: int | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        quantization: str | None = None,
+        paged_config: PagedConfig | None = None,
+        **kwargs: Any,
+    ):
+        config = _paged_config(paged_config, kwargs)
+        if quantization is not None:
+            raise NotSupportedError(f"`quantization` {quantization!r} is not built yet.")
+        if isinstance(model, str):
+            load = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
+            load = {name: value for name, value in load.items() if value not in (None, False)}
+            self.model = AutoPagedModelForCausalLM.from_pretrained(
+                model, paged_config=config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, **load
+            )
+            self.tokenizer = _load_tokenizer(tokenizer or model, load)
+        else:
+            if kwargs:
+                raise TypeError(f"LLM got unexpected arguments for a model in memory: {sorted(kwargs)}")
+            self.model = model
+            self.tokenizer = _load_tokenizer(tokenizer or model.name_or_path, {})
+        if self.model._paged_refusal is not None:
+            raise UnsupportedModelError(self.model._paged_refusal)
+        self.engine = self.model.engine
+        self.engine.tokenizer = self.tokenizer
+        self._seeds = random.Random(seed) if seed is not None else None
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: Any = None,
+    ) -> list[RequestOutput]:
+        """Answers prompts; all are checked before the first is started.
+
+        Args:
+            prompts (`Any`):
+                A text, a list of texts, token id lists, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`.
+            sampling_params (`SamplingParams` or `Sequence[SamplingParams]`, *optional*):
+                One for all, or one for each. Fields that are not given come from the model's
+                `generation_config.json`, then from vLLM's defaults.
+            use_tqdm (`bool`, defaults to `True`):
+                Whether to show a progress bar.
+            priority (`Sequence[int]`, *optional*):
+                One for each prompt; lower runs earlier under the priority policy.
+            lora_request (`Any`, *optional*):
+                Reserved; only `None`.
+
+        Returns:
+            `list[RequestOutput]`: In input order.
+
+        Raises:
+            InvalidRequestError: If a prompt or a parameter is wrong; none is started.
+            NotSupportedError: If something was asked for that is not built yet.
+            EngineError: If a step failed.
+        """
+        if lora_request is not None:
+            raise NotSupportedError("`lora_request` (an adapter per request) is not built yet; load it into the model.")
+        parsed = [self._parse(prompt) for prompt in _as_prompts(prompts)]
+        params = self._params(sampling_params, len(parsed))
+        priorities = [0] * len(parsed) if priority is None else list(priority)
+        if len(priorities) != len(parsed):
+            raise InvalidRequestError(f"{len(parsed)} prompts were given {len(priorities)} priorities.")
+        for (_, tokens), param in zip(parsed, params, strict=True):
+            self.engine.check(tokens, param)
+        with self.engine.requests() as states:
+            for (text, tokens), param, rank in zip(parsed, params, priorities, strict=True):
+                states.append(self.engine.add_request(tokens, param, prompt=text, priority=rank))
+            with tqdm(total=len(states), disable=not use_tqdm, desc="Processed prompts", unit="prompt") as bar:
+                for _ in self.engine.as_finished(states):
+                    bar.update(1)
+            return [state.output() for state in states]
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answers conversations.
+
+        Args:
+            messages (`Any`):
+                A conversation (a list of messages with `role` and `content`), or a list of conversations.
+            sampling_params (`SamplingParams` or `Sequence[SamplingParams]`, *optional*):
+                As in `generate`.
+            use_tqdm (`bool`, defaults to `True`):
+                Whether to show a progress bar.
+            chat_template (`str`, *optional*):
+                Instead of the tokenizer's own.
+            add_generation_prompt (`bool`, defaults to `True`):
+                Whether the prompt ends where the assistant's turn begins.
+            continue_final_message (`bool`, defaults to `False`):
+                Whether the last message is to be continued.
+            tools (`list[dict[str, Any]]`, *optional*):
+                Handed to the template.
+            template_kwargs (`Any`):
+                Handed to the template.
+
+        Returns:
+            `list[RequestOutput]`: In input order.
+
+        Raises:
+            InvalidRequestError: If there is no message, or no chat template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages or ())
+        if not conversations or not all(conversations):
+            raise InvalidRequestError("`messages` is empty; a conversation needs at least one message.")
+        if chat_template is None and self.tokenizer.chat_template is None:
+            raise InvalidRequestError("The tokenizer has no chat template; pass `chat_template=`, or use `generate`.")
+        texts = [
+            self.tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                tokenize=False,
+                **template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
+            for text in texts
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters that a request without any gets."""
+        return self.engine.resolve(None)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached K/V."""
+        self.engine.weights_changed()
+
+    def sleep(self) -> None:
+        """Frees the K/V pool until `wake_up`."""
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Takes requests again after `sleep`."""
+        self.engine.wake_up()
+
+    def close(self) -> None:
+        """Frees everything; the object cannot be used afterwards. Safe to call twice."""
+        self.engine.close()
+
+    def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            params = [given or SamplingParams()] * count
+        else:
+            params = list(given)
+        if len(params) != count:
+            raise InvalidRequestError(f"{count} prompts were given {len(params)} sampling parameters.")
+        if self._seeds is not None:
+            params = [p if p.seed is not None else p.replace(seed=self._seeds.getrandbits(63)) for p in params]
+        return params
+
+    def _parse(self, prompt: Any) -> tuple[str | None, Any]:
+        text = None
+        if isinstance(prompt, dict):
+            for key in _UNBUILT_PROMPT_KEYS:
+                if prompt.get(key) is not None:
+                    raise NotSupportedError(f"`{key}` in a prompt is not built yet; only text and token ids are.")
+            if prompt.get("prompt_token_ids") is not None:
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            prompt = text = prompt.get("prompt")
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer(prompt)["input_ids"]
+        if prompt is None or not hasattr(prompt, "__iter__"):
+            raise InvalidRequestError(
+                "A prompt must be a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`, got "
+                f"{prompt!r}."
+            )
+        return text, prompt
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
+        return [prompts]  # one prompt of token ids
+    return prompts
+
+
+def _paged_config(paged_config: PagedConfig | None, kwargs: dict[str, Any]) -> PagedConfig:
+    """Takes the engine's settings out of the keyword arguments."""
+    names = set(PagedConfig().to_dict())
+    given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if paged_config is None:
+        return PagedConfig(**given)
+    if given:
+        raise InvalidRequestError(f"Give either `paged_config` or the single settings {sorted(given)}, not both.")
+    return paged_config
+
+
+def _load_tokenizer(tokenizer: Any, load: dict[str, Any]) -> Any:
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    names = ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file", "subfolder", "local_files_only")
+    return AutoTokenizer.from_pretrained(tokenizer, **{name: load[name] for name in names if name in load})
