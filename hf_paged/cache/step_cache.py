@@ -1,12 +1,12 @@
-"""The cache that an engine step shows to the model: it stores K/V in blocks and leaves the reading to attention.
+"""The cache that an engine step shows to the model: it marks the new keys, and attention does the rest.
 
     model calls            cache.update(key, value, layer)     attention(query, key, value)
-    the step's view        stores into the layer's blocks  ->  finds the layer on the key, runs the backend
-                           returns the new keys only,
-                           with the layer attached to them
+    the step's view        returns them, with the layer    ->  finds the layer on the key,
+                           attached to the key                 stores K/V into its blocks, runs the backend
 
-The layer travels as a Python attribute of the key tensor, the one route that works in every family and version. A
-model that stores but attends by itself would see the new tokens only; the view notices and raises.
+The layer travels as a Python attribute of the key tensor, the one route that works in every family and version. K/V
+are stored as they arrive at attention, so a family that caches something smaller and expands it (MLA) is stored
+expanded. A model that attends by itself would see the new tokens only; the view notices and raises.
 """
 
 from __future__ import annotations
@@ -20,22 +20,54 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import AttentionBypassedError, UnsupportedModelError
 from ..kernels.base import PagedAttentionBackend
 from ..kernels.metadata import PagedAttentionMetadata
-
-_ATTRIBUTE = "_hf_paged_layer"
+from ..modeling.attention_patches.latent import LAYER_ATTRIBUTE
 
 
 class StepLength(int):
     """A number of tokens, marked as coming from an engine step, for which no mask is made."""
 
 
-def paged_layer_of(key: torch.Tensor) -> StepLayer | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionRequest:
+    """What an attention module asks for beside its tensors.
+
+    Args:
+        scale (`float`):
+            Factor on the scores.
+        window (`int`, *optional*):
+            Sliding window.
+        softcap (`float`, *optional*):
+            Soft cap on the scores.
+        sinks (`torch.Tensor`, *optional*):
+            `[num_query_heads]`, learned attention sinks.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def attach_layer(key: torch.Tensor, layer: Any) -> None:
+    """Attaches a paged layer to a key tensor.
+
+    Args:
+        key (`torch.Tensor`):
+            The new keys of a step.
+        layer (`StepLayer`):
+            The layer that they belong to.
+    """
+    setattr(key, LAYER_ATTRIBUTE, layer)
+
+
+def paged_layer_of(key: torch.Tensor) -> Any:
     """Returns the paged layer that an engine step attached to a key tensor, or `None` outside of one.
 
     Args:
         key (`torch.Tensor`):
             The keys that an attention function received.
     """
-    return getattr(key, _ATTRIBUTE, None)
+    return getattr(key, LAYER_ATTRIBUTE, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +121,7 @@ class StepLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the step's new keys and values in their blocks.
+        """Marks the step's new keys as belonging to this layer.
 
         Args:
             key_states (`torch.Tensor`):
@@ -105,66 +137,51 @@ class StepLayer(CacheLayerMixin):
             The same tensors; the keys carry this layer for the attention function.
 
         Raises:
-            AttentionBypassedError: If the layer before stored its keys but did not run paged attention.
+            AttentionBypassedError: If the layer before did not run paged attention.
         """
         self.view.check_attended()
         self.view.unattended = self
-        self.view.backend.store(
-            key_states[0].transpose(0, 1),
-            value_states[0].transpose(0, 1),
-            self.spec.key_cache,
-            self.spec.value_cache,
-            self.metadata,
-        )
-        setattr(key_states, _ATTRIBUTE, self)
+        attach_layer(key_states, self)
         return key_states, value_states
 
     def attend(
-        self,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: AttentionRequest
     ) -> torch.Tensor:
-        """Runs paged attention over this layer's blocks.
+        """Stores new keys and values in this layer's blocks and attends over all of their requests' blocks.
 
         Args:
             query (`torch.Tensor`):
                 `[tokens, num_query_heads, Dk]`.
-            scale (`float`):
-                Factor on the scores.
-            window (`int`, *optional*):
-                Sliding window, as the attention module asks for it.
-            softcap (`float`, *optional*):
-                Soft cap on the scores.
-            sinks (`torch.Tensor`, *optional*):
-                `[num_query_heads]`, learned attention sinks.
+            key (`torch.Tensor`):
+                `[tokens, num_kv_heads, Dk]`.
+            value (`torch.Tensor`):
+                `[tokens, num_kv_heads, Dv]`.
+            request (`AttentionRequest`):
+                What the attention module asks for.
 
         Returns:
             `torch.Tensor` `[tokens, num_query_heads, Dv]`.
 
         Raises:
-            UnsupportedModelError: If the module's window is not the one in the model's configuration, so that the
-                window must come by a mask that we do not see.
+            UnsupportedModelError: If the module's window is not the one that the layer was found to have at load.
         """
-        if window != self.spec.window:
+        spec, backend = self.spec, self.view.backend
+        if request.window != spec.window:
             raise UnsupportedModelError(
-                f"Layer {self.spec.layer_idx} asks for a sliding window of {window}, but the configuration says "
-                f"{self.spec.window}; its mask is made in a way that paged attention does not see."
+                f"Layer {spec.layer_idx} asks for a sliding window of {request.window}; at load it was {spec.window}."
             )
         self.view.unattended = None
         self.view.num_attended += 1
-        output = self.view.backend.attend(
+        backend.store(key, value, spec.key_cache, spec.value_cache, self.metadata)
+        output = backend.attend(
             query,
-            self.spec.key_cache,
-            self.spec.value_cache,
+            spec.key_cache,
+            spec.value_cache,
             self.metadata,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
+            scale=request.scale,
+            window=request.window,
+            softcap=request.softcap,
+            sinks=request.sinks,
         )
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
         return output
@@ -239,7 +256,7 @@ class StepCache(Cache):
         if self.unattended is not None:
             layer, self.unattended = self.unattended, None
             raise AttentionBypassedError(
-                f"Layer {layer.spec.layer_idx} stored its keys in the paged cache but computed attention by itself, over "
+                f"Layer {layer.spec.layer_idx} gave its keys to the paged cache but computed attention by itself, over "
                 "the new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
             )
 

@@ -72,10 +72,9 @@ class Answer:
         if self._matcher is None:
             self.text += delta
             return None
-        armed = request.num_output_tokens >= request.params.min_tokens
-        self.text += self._matcher.feed(delta, armed=armed)
+        self.text += self._matcher.append(delta, can_stop=request.num_output_tokens >= request.params.min_tokens)
         if self._matcher.matched is None and request.is_finished:
-            self.text += self._matcher.flush()
+            self.text += self._matcher.finish()
         self._complete |= self._matcher.matched is not None
         return self._matcher.matched
 

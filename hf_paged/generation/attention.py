@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..cache.step_cache import StepLength, paged_layer_of
+from ..cache.step_cache import AttentionRequest, StepLength, paged_layer_of
 from ..errors import UnsupportedAttentionError
 
 # Names may contain neither "flash" nor "sdpa": Transformers looks for these words in them.
@@ -97,7 +97,12 @@ def paged_attention_forward(
             "run this model through Transformers' own loop (`model.unpaged()`)."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = layer.attend(query[0].transpose(0, 1), scale=scale, window=window, softcap=softcap, sinks=sinks)
+    output = layer.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        AttentionRequest(scale, window, softcap, sinks),
+    )
     return output.unsqueeze(0), None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..cache.block_manager import BlockManager
+from ..cache.layer_discovery import find_layers
 from ..configuration import PagedConfig
 from ..errors import (
     EngineClosedError,
@@ -30,7 +31,7 @@ from ..errors import (
     StepFailedError,
 )
 from ..kernels import describe_backends, select_backend
-from ..modeling.layer_groups import find_layers, inspect_configuration
+from ..modeling.layer_groups import inspect_configuration
 from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
 from .model_runner import ModelRunner
@@ -78,7 +79,7 @@ class Engine:
         inspect_configuration(model)
         self._groups = find_layers(model)
         block_size = default_block_size(self.config)
-        spec = attention_spec(model, self._groups, block_size, self.config.batch_invariant)
+        spec = attention_spec(self._groups, block_size, self.config.batch_invariant)
         self.backend = select_backend(spec, self.config.attn_backend)
         rejected = {d.name: d.reason for d in describe_backends(spec) if d.reason and d.name != self.backend.name}
         check_against_stock(model, self._groups, self.backend, block_size)

@@ -127,40 +127,31 @@ class EnginePlan:
         return text + "".join(f"\nnote: {note}" for note in self.notes)
 
 
-def attention_spec(
-    model: torch.nn.Module, groups: tuple[LayerGroup, ...], block_size: int, batch_invariant: bool
-) -> AttentionSpec:
+def attention_spec(groups: tuple[LayerGroup, ...], block_size: int, batch_invariant: bool) -> AttentionSpec:
     """Returns what the model's layers need of an attention backend.
 
     Args:
-        model (`PreTrainedModel`):
-            The model.
         groups (`tuple[LayerGroup, ...]`):
-            Its layers.
+            The layers.
         block_size (`int`):
             Tokens per block.
         batch_invariant (`bool`):
             Whether logits must not depend on batch mates.
     """
-    config = model.config.get_text_config(decoder=True)
     layers = [layer for group in groups for layer in group.layers]
     widest = max(layers, key=lambda layer: max(layer.key_dim, layer.value_dim))
-    features = {"window"} if any(layer.window is not None for layer in layers) else set()
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        features.add("softcap")
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        features.add("sinks")
+    features = frozenset().union(*(layer.features for layer in layers))
     if batch_invariant:
-        features.add("batch_invariant")
+        features |= {"batch_invariant"}
     return AttentionSpec(
-        num_query_heads=config.num_attention_heads,
+        num_query_heads=widest.num_query_heads,
         num_kv_heads=widest.num_kv_heads,
         key_dim=widest.key_dim,
         value_dim=widest.value_dim,
         dtype=widest.dtype,
         device_type=widest.device.type,
         block_size=block_size,
-        features=frozenset(features),
+        features=features,
     )
 
 

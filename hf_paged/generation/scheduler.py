@@ -33,7 +33,7 @@ WATERMARK = 100  # one block in so many stays free at an admission, so that the 
 class Scheduler:
     """Decides what each step computes. The engine calls `schedule`, runs the step and reports how it went.
 
-    Each output of `schedule` with shares must be given back, either to `update_from_output` or, if the step failed, to `cancel`.
+    Each output of `schedule` with shares must be given back: to `update_from_output`, or to `cancel` if it failed.
     Requests may be added, finished and aborted in between.
 
     Args:

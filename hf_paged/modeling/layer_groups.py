@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
-from .. import compat
 from ..errors import UnsupportedModelError
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -27,6 +27,8 @@ class LayerSpec:
     Args:
         layer_idx (`int`):
             The layer's index in the model.
+        num_query_heads (`int`):
+            Query heads on this device.
         num_kv_heads (`int`):
             K/V heads on this device.
         key_dim (`int`):
@@ -39,15 +41,19 @@ class LayerSpec:
             Where the layer runs.
         window (`int`, *optional*):
             Its sliding window.
+        features (`frozenset[str]`):
+            What else its attention needs of a backend (`"window"`, `"softcap"`, `"sinks"`).
     """
 
     layer_idx: int
+    num_query_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
     window: int | None
+    features: frozenset[str] = frozenset()
 
     @property
     def bytes_per_token(self) -> int:
@@ -77,7 +83,7 @@ class LayerGroup:
         return self.layers[0].device
 
 
-def inspect_configuration(model: torch.nn.Module) -> None:
+def inspect_configuration(model: Any) -> None:
     """Refuses, from configuration and class alone, models that the paged engine does not know how to run.
 
     Args:
@@ -107,54 +113,15 @@ def inspect_configuration(model: torch.nn.Module) -> None:
         )
 
 
-@torch.inference_mode()
-def find_layers(model: torch.nn.Module) -> tuple[LayerGroup, ...]:
-    """Runs the model on two tokens and reads from its cache what each layer stores.
+def configured_window(config: Any, layer_idx: int) -> int | None:
+    """Returns a layer's sliding window as the configuration has it; the attention call must ask for the same.
 
     Args:
-        model (`PreTrainedModel`):
-            The model, with its weights on a device.
-
-    Returns:
-        `tuple[LayerGroup, ...]`: One group: all layers share one block table, whatever their shapes and windows.
-
-    Raises:
-        UnsupportedModelError: If a layer stores no keys, or something other than keys and values.
+        config (`PreTrainedConfig`):
+            The text configuration.
+        layer_idx (`int`):
+            The layer.
     """
-    device = model.get_input_embeddings().weight.device
-    if device.type == "meta":
-        raise UnsupportedModelError("The model's weights are on the meta device or offloaded; load them first.")
-    tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
-    cache = compat.output_cache(model(input_ids=tokens, use_cache=True))
-    config = model.config.get_text_config(decoder=True)
-    if cache is None or not hasattr(cache, "layers"):
-        raise UnsupportedModelError(f"{type(model).__name__} returns no K/V cache.")
-    layers = []
-    for i in range(len(cache.layers)):
-        tensors = compat.cache_layer_tensors(cache, i)
-        if tensors is None or tensors[0].ndim != 4 or tensors[0].shape[2] != 2:
-            raise UnsupportedModelError(
-                f"Layer {i} of {type(model).__name__} ({type(cache.layers[i]).__name__}) stores no keys and values per "
-                "token; the paged engine runs attention layers only."
-            )
-        keys, values = tensors
-        layers.append(
-            LayerSpec(i, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device, _window(config, i))
-        )
-    if len(layers) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {config.num_hidden_layers} layers but caches K/V in {len(layers)}."
-        )
-    if len({layer.device for layer in layers}) > 1:
-        raise UnsupportedModelError(
-            f"The layers of {type(model).__name__} are spread over several devices; the paged engine wants one. "
-            "Load without `device_map`, or with one device."
-        )
-    return (LayerGroup(tuple(layers)),)
-
-
-def _window(config, layer_idx: int) -> int | None:
-    """The layer's sliding window as the configuration has it; the attention call must ask for the same."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         return None
@@ -164,7 +131,7 @@ def _window(config, layer_idx: int) -> int | None:
     return window
 
 
-def context_limit(config) -> tuple[int | None, str | None]:
+def context_limit(config: Any) -> tuple[int | None, str | None]:
     """Returns how many tokens a sequence may have, and why if it is less than the configuration's own number.
 
     Dynamic and longrope embeddings change every earlier key once a sequence outgrows the length that the model was

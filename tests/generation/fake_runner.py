@@ -113,7 +113,9 @@ class FakeRunner:
 class Bench:
     """A scheduler, its blocks and a fake runner, for tests that drive them step by step."""
 
-    def __init__(self, num_blocks=64, block_size=4, *, policy="fcfs", groups=1, hash_function=None, caching=True, **limits):
+    def __init__(
+        self, num_blocks=64, block_size=4, *, policy="fcfs", groups=1, hash_function=None, caching=True, **limits
+    ):
         sizes = [num_blocks] * groups
         extra = {"hash_function": hash_function} if hash_function else {}
         self.blocks = BlockManager(sizes, block_size, caching, **extra)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
-from fake_runner import Bench
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.generation.request import FinishReason
 from hf_paged.generation.sampling.params import SamplingParams
+
+from .fake_runner import Bench
 
 
 def one_of_four(data: bytes) -> bytes:

@@ -47,8 +47,4 @@ class BadWords:
 
 def _banned(request: Request, words: list[tuple[int, ...]]) -> list[int]:
     token_ids = request.token_ids
-    return [
-        word[-1]
-        for word in words
-        if len(word) <= len(token_ids) + 1 and tuple(token_ids[len(token_ids) + 1 - len(word) :]) == tuple(word[:-1])
-    ]
+    return [word[-1] for word in words if tuple(token_ids[len(token_ids) + 1 - len(word) :]) == tuple(word[:-1])]

@@ -53,12 +53,14 @@ class BaselineResult:
             Whether the measured part is less than the whole.
         how (`str`):
             What was measured, in words.
-        kv_bytes_reserved (`int`):
-            Most bytes of K/V memory taken at one time.
+        kv_bytes_held (`int`):
+            Most bytes of K/V memory held for requests at one time.
         kv_bytes_used (`int`):
-            Bytes of these that held tokens of unfinished requests.
+            Most bytes that held tokens of unfinished requests at one time.
         kv_waste (`float`):
             1 - tokens of unfinished requests / slots held for them, averaged over steps.
+        kv_bytes_pool (`int`, *optional*):
+            Bytes of the pool, where one is taken at the start.
         first_token_seconds (`float`, *optional*):
             Time to the first token (mean over requests; one by one only).
         seconds_per_token (`float`, *optional*):
@@ -75,9 +77,10 @@ class BaselineResult:
     measured_seconds: float
     extrapolated: bool
     how: str
-    kv_bytes_reserved: int
+    kv_bytes_held: int
     kv_bytes_used: int
     kv_waste: float
+    kv_bytes_pool: int | None = None
     first_token_seconds: float | None = None
     seconds_per_token: float | None = None
     huge_page_bytes: int | None = None
@@ -137,7 +140,7 @@ def one_by_one(model: PreTrainedModel, workload: Workload, budget: float, sample
         measured_seconds=measured,
         extrapolated=done + 1 < len(workload) or tokens < workload.num_output_tokens,
         how=f"{done + 1} of {len(workload)} requests",
-        kv_bytes_reserved=most * per_token,
+        kv_bytes_held=most * per_token,
         kv_bytes_used=most * per_token,
         kv_waste=0.0,
         first_token_seconds=sum(firsts) / len(firsts),
@@ -173,7 +176,7 @@ def static_batch(model: PreTrainedModel, workload: Workload, budget: float, samp
         measured_seconds=measured,
         extrapolated=done < steps,
         how=f"{done} of {steps} steps of all {len(workload)} requests",
-        kv_bytes_reserved=usage.peak_slots * per_token,
+        kv_bytes_held=usage.peak_slots * per_token,
         kv_bytes_used=usage.tokens_at_peak * per_token,
         kv_waste=usage.waste,
     )
@@ -220,6 +223,9 @@ def generate_batch(model: PreTrainedModel, workload: Workload, budget: float, sa
             usage.observe(index, new, finished=len(output.generated_tokens) >= chosen.output_lengths[index])
             arrivals += [time.perf_counter()] * new
         measured = time.perf_counter() - begin
+        # Stopping waits for what still runs.
+        for index in range(len(chosen)):
+            manager.cancel_request(str(index))
     missing = (chosen.num_output_tokens - usage.num_tokens) * _late_step_seconds(arrivals)
     rate = chosen.num_output_tokens / (measured + missing)
     per_token = kv_bytes_per_token(model)
@@ -230,7 +236,8 @@ def generate_batch(model: PreTrainedModel, workload: Workload, budget: float, sa
         measured_seconds=measured,
         extrapolated=usage.num_tokens < workload.num_output_tokens,
         how=f"{usage.num_tokens:,} of {workload.num_output_tokens:,} tokens, {len(chosen)} of {len(workload)} requests",
-        kv_bytes_reserved=num_blocks * BLOCK_SIZE * per_token,
+        kv_bytes_pool=num_blocks * BLOCK_SIZE * per_token,
+        kv_bytes_held=usage.peak_slots * per_token,
         kv_bytes_used=usage.peak_tokens * per_token,
         kv_waste=usage.waste,
     )

@@ -43,6 +43,9 @@ def static_batch_usage(prompt_lengths: Sequence[int], output_lengths: Sequence[i
 class ContinuousUsage:
     """Follows tokens and blocks of requests that come and go.
 
+    `num_tokens` counts what was generated, `peak_tokens` and `peak_slots` are the most that unfinished requests had
+    stored and held at one time.
+
     Args:
         prompt_lengths (`Sequence[int]`):
             Tokens of each prompt.
@@ -56,6 +59,7 @@ class ContinuousUsage:
         self.generated = [0] * len(prompt_lengths)
         self.num_tokens = 0
         self.peak_tokens = 0
+        self.peak_slots = 0
         self._tokens = 0
         self._slots = 0
         self._waste_sum = 0.0
@@ -84,6 +88,7 @@ class ContinuousUsage:
         self._tokens += after - before
         self._slots += self._slots_for(after) - self._slots_for(before)
         self.peak_tokens = max(self.peak_tokens, self._tokens)
+        self.peak_slots = max(self.peak_slots, self._slots)
         if self._slots:
             self._waste_sum += 1 - self._tokens / self._slots
             self._observed += 1
