@@ -23,6 +23,7 @@ __all__ = [
     "cache_layer_tensors",
     "cache_output_field",
     "eager_attention",
+    "faithful_attention",
     "mask_function",
     "output_cache",
     "stock_attention",
@@ -126,6 +127,22 @@ def stock_attention(name: str, module: torch.nn.Module) -> Callable:
     if name == "eager":
         return eager_attention(module)
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def faithful_attention(model: Any, name: str) -> str:
+    """Returns the stock attention that computes what the model's own code asks for.
+
+    Before Transformers 5.24 SDPA accepts a soft cap (Gemma 2) and silently leaves it out.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        name (`str`):
+            The implementation that it has.
+    """
+    config = model.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped and name == "sdpa" else name
 
 
 def mask_function(name: str) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -89,18 +90,27 @@ def _built(family: str, dtype: torch.dtype, overrides: tuple) -> transformers.Pr
                 parameter.uniform_(-5, 5)
             elif parameter.ndim > 1 and parameter.float().std() < 0.1:
                 parameter.normal_(std=0.2)
+    if family == "gemma2":
+        model.set_attn_implementation("eager")  # SDPA leaves the soft cap out before Transformers 5.24
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
+def copy_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:
+    """A copy of a model's configuration that keeps its attention implementation."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = model.config._attn_implementation
+    return config
+
+
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides) -> transformers.PreTrainedModel:
     """A fresh copy of a family's tiny model, not paged."""
     built = _built(family, dtype, tuple(sorted(overrides.items())))
-    copy = type(built)(built.config).to(dtype).eval()
-    copy.load_state_dict(built.state_dict())
-    copy.generation_config = built.generation_config
-    return copy
+    fresh = type(built)(copy_config(built)).to(dtype).eval()
+    fresh.load_state_dict(built.state_dict())
+    fresh.generation_config = copy.deepcopy(built.generation_config)
+    return fresh
 
 
 def greedy(model: transformers.PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:

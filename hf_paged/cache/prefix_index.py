@@ -44,7 +44,7 @@ class BlockHash:
     digest: bytes
     token_ids: tuple[int, ...]
     extra_keys: tuple
-    parent: BlockHash | None
+    parent: BlockHash | None = dataclasses.field(repr=False)
 
     def same_prefix(self, other: BlockHash) -> bool:
         """Returns whether two blocks hold the same tokens after the same tokens.

@@ -39,6 +39,7 @@ class PagedGenerationMixin:
 
     _paged_config: PagedConfig
     _paged_refusal: str | None
+    _paged_before: str
 
     @property
     def engine(self) -> Engine:
@@ -214,10 +215,9 @@ class PagedGenerationMixin:
             engine = _engines.pop(self, None)  # type: ignore[call-overload]
         if engine is not None:
             engine.close()
-        stock = attention.IMPLEMENTATIONS.get(self.config._attn_implementation)  # type: ignore[attr-defined]
-        if stock is not None:
-            self.set_attn_implementation(stock)  # type: ignore[attr-defined]
-        del self._paged_config, self._paged_refusal
+        if self.config._attn_implementation in attention.IMPLEMENTATIONS:  # type: ignore[attr-defined]
+            self.set_attn_implementation(self._paged_before)  # type: ignore[attr-defined]
+        del self._paged_config, self._paged_refusal, self._paged_before
         self.__class__ = _stock_class(type(self))
         return self
 
@@ -236,17 +236,25 @@ def page_model(model: torch.nn.Module, config: PagedConfig) -> None:
     """
     if isinstance(model, PagedGenerationMixin):
         model.unpaged()
-    stock = model.config._attn_implementation
+    before = model.config._attn_implementation
+    stock = compat.faithful_attention(model, before)
+    if stock != before:
+        logger.warning(
+            "%s: Transformers' %r attention drops the soft cap of this model; plain forwards use %r.",
+            type(model).__name__,
+            before,
+            stock,
+        )
     refusal = _prepare_attention(model, stock)
     model.__class__ = paged_class(type(model))
-    model._paged_config, model._paged_refusal = config, refusal  # type: ignore[assignment]
+    model._paged_config, model._paged_refusal, model._paged_before = config, refusal, before
     if refusal is None:
         try:
             assert isinstance(model, PagedGenerationMixin), "the class was set above"
             model.engine  # noqa: B018 - a model that the engine cannot run is found out here, not at the first request
         except (UnsupportedModelError, UnsupportedAttentionError) as error:
             refusal = model._paged_refusal = str(error)
-            model.set_attn_implementation(stock)
+            model.set_attn_implementation(before)
     if refusal is not None:
         logger.warning("%s It runs through Transformers' own loop, with Transformers' own cache.", refusal)
 

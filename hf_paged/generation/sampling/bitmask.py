@@ -29,11 +29,12 @@ def apply_bitmask(scores: torch.Tensor, bitmask: torch.Tensor) -> None:
     rows = (bitmask != -1).any(dim=1).nonzero()[:, 0]
     if not len(rows):
         return
-    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
     octets = bitmask[rows].contiguous().view(torch.uint8)  # little-endian, as all that torch runs on
-    bits = octets[:, :, None].bitwise_right_shift(shifts).bitwise_and_(1)
-    removed = bits.flatten(1)[:, :vocab_size] == 0
+    bits = torch.arange(256, device=scores.device)[:, None] >> torch.arange(8, device=scores.device) & 1
+    # Adding 0 or -inf, looked up eight at a time, is several times faster than a masked fill.
+    terms = torch.where(bits == 1, 0.0, -torch.inf).index_select(0, octets.flatten().int())
+    terms = terms.view(len(rows), -1)[:, :vocab_size]
     if len(rows) == num_rows:
-        scores.masked_fill_(removed, -torch.inf)
+        scores += terms
     else:
-        scores[rows] = scores[rows].masked_fill_(removed, -torch.inf)
+        scores[rows] += terms

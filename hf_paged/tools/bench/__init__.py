@@ -1,0 +1,11 @@
+"""Benchmarks: one file each, registered by name; see `session.run_benchmark`."""
+
+# Named here so that the command line can list them without loading torch.
+BENCHMARK_HELP = {
+    "throughput": "Many requests of mixed lengths at once (W1): output tokens per second.",
+    "prefix": "Requests that begin with the same 512 tokens (W2), cold.",
+    "latency": "One user alone (W3): time to the first token and between tokens.",
+    "long": "Four prompts of 4,000 tokens (W4).",
+    "step": "What a step of 64 requests costs beside the model, part by part.",
+    "memory": "How much K/V memory is held, and how much of it is wasted (W1).",
+}
