@@ -77,11 +77,11 @@ class HugeRegion:
         return sum(-(-size // 64) * 64 for size in sizes)
 
 
-def allocate(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Allocates zeroed tensors, on huge pages where the device is a CPU that has them.
 
     Args:
-        shapes (`list[tuple[int, ...]]`):
+        shapes (`Sequence[tuple[int, ...]]`):
             One shape per tensor.
         dtype (`torch.dtype`):
             Their dtype.

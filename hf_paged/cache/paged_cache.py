@@ -36,7 +36,7 @@ class PagedLayer(CacheLayerMixin):
         self.value_blocks: torch.Tensor | None = None
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         """Returns whether the layer has blocks."""
         return self.key_blocks is not None
 
@@ -176,6 +176,8 @@ class PagedCache(Cache):
     logits = model(next_ids, past_key_values=cache).logits  # continues
     ```
     """
+
+    layers: list[PagedLayer]  # type: ignore[assignment]
 
     def __init__(self, config: PreTrainedConfig | None = None, *, block_size: int = 16):
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:

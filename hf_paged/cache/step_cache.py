@@ -226,6 +226,8 @@ class StepCache(Cache):
             One per layer, in model order.
     """
 
+    layers: list[StepLayer]  # type: ignore[assignment]
+
     def __init__(self, backend: PagedAttentionBackend, layers: list[StepLayerSpec]):
         super().__init__(layers=[StepLayer(self, spec) for spec in layers])
         self.backend = backend

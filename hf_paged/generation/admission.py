@@ -193,7 +193,7 @@ def make_group(
     """
     group_id = request_id if request_id is not None else uuid.uuid4().hex
     room = limits.plan.max_model_len - len(tokens)
-    stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
+    stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
     # Without a seed of its own a request draws one, so that `torch.manual_seed` makes a whole program repeatable.
     seed = params.seed if params.seed is not None else int(torch.randint(2**63 - 1, ()).item())
     return RequestGroup(

@@ -56,31 +56,28 @@ class QuerySlice:
     keys: slice
     window: int | None
     causal: bool
-    _kept: dict[tuple[torch.dtype, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    _kept: dict[torch.dtype, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def distance(self) -> torch.Tensor:
         """Returns key position minus query position, int64 `[num_requests, 1, num_queries, num_keys]`."""
         return (self.key_positions[:, None, :] - self.query_positions[:, :, None]).unsqueeze(1)
 
-    def mask(self, dtype: torch.dtype, num_heads: int = 1) -> torch.Tensor:
-        """Returns the additive mask, 0 or -inf, contiguous `[num_requests, num_heads, num_queries, num_keys]`.
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the additive mask, 0 or -inf, `[num_requests, 1, num_queries, num_keys]`.
 
         Args:
             dtype (`torch.dtype`):
                 Dtype of the mask.
-            num_heads (`int`, defaults to 1):
-                How often it is repeated, for operators that do not broadcast.
         """
-        if (dtype, num_heads) in self._kept:
-            return self._kept[dtype, num_heads]
+        if dtype in self._kept:
+            return self._kept[dtype]
         distance = self.distance()
         hidden = distance > 0
         if self.window is not None:
             hidden |= distance <= -self.window
         mask = torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill_(hidden, -math.inf)
-        mask = mask.expand(-1, num_heads, -1, -1).contiguous()
         if mask.nbytes <= MAX_KEPT_MASK_BYTES:
-            self._kept[dtype, num_heads] = mask
+            self._kept[dtype] = mask
         return mask
 
 

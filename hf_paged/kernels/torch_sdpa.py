@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, fast: gather the blocks, then matrix products or torch's fused attention."""
+"""Paged attention in plain torch, fast: gather the blocks, then torch's fused attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from .torch_plan import Gathered, PlanBuilder, QuerySlice
 class TorchSDPABackend(PagedAttentionBackend):
     """Gathers a few requests' K/V at a time and attends to them with what torch has.
 
-    Three ways to attend, chosen per call (see `attend_*` below): torch's fused kernel; two bfloat16 matrix products
-    for decoding on processors whose bfloat16 products are faster than that kernel; and plain float32 steps for
-    what neither has (softcap, sinks, log-sum-exp, and Dv != Dk in prefill).
+    Two ways to attend, chosen per call: torch's fused kernel, and plain float32 steps for what it lacks (softcap,
+    sinks, log-sum-exp, Dv != Dk).
 
     Args:
         spec (`AttentionSpec`):
@@ -34,12 +33,6 @@ class TorchSDPABackend(PagedAttentionBackend):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self._workspaces: dict[str, torch.Tensor] = {}
-        self._matmul_decode = (
-            spec.device_type == "cpu"
-            and spec.dtype == torch.bfloat16
-            and torch.backends.mkldnn.is_available()
-            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
 
     def attend(
         self,
@@ -58,8 +51,7 @@ class TorchSDPABackend(PagedAttentionBackend):
         """See `PagedAttentionBackend.attend`."""
         num_tokens, num_heads, key_dim = query.shape
         value_dim = value_cache.shape[3]
-        explicit = softcap is not None or sinks is not None or return_lse
-        fused = not explicit and key_dim == value_dim
+        fused = softcap is None and sinks is None and not return_lse and key_dim == value_dim
         plan = self._plan(metadata, key_cache.shape[1], num_heads, window, fused, alibi_slopes is not None)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         lse = query.new_empty(num_tokens, num_heads, dtype=_float(query.dtype)) if return_lse else None
@@ -69,9 +61,7 @@ class TorchSDPABackend(PagedAttentionBackend):
             for part in gathered.queries:
                 q = query[part.tokens].unflatten(0, (gathered.num_requests, -1)).transpose(1, 2)
                 k, v = keys[:, :, part.keys], values[:, :, part.keys]
-                if self._matmul_decode and not explicit and alibi_slopes is None and q.shape[2] == 1:
-                    out = attend_decode_matmul(q, k, v, part.mask(q.dtype, num_heads), scale)
-                elif fused:
+                if fused:
                     out = attend_fused(q, k, v, part, alibi_slopes, scale)
                 else:
                     bias = _bias(part, alibi_slopes, _float(q.dtype))
@@ -151,40 +141,6 @@ def attend_fused(
             bias = bias.view(num_requests, keys.shape[1], -1, keys.shape[2])
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale, enable_gqa=True)
     return out.reshape(num_requests, num_heads, num_queries, -1)
-
-
-def attend_decode_matmul(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attends one query per request by bfloat16 matrix products; takes and returns `[num_requests, num_heads, 1, ...]`.
-
-    A product's float32 sums are rounded to bfloat16 on the way out, which would cost large scores their precision.
-    So the scores are computed twice: first for their maximum, then with that maximum subtracted inside the product,
-    which makes the scores that matter small, and their rounding error with them. Both products read the same keys,
-    the second time from the cache.
-
-    Args:
-        query (`torch.Tensor`):
-            `[num_requests, num_heads, 1, Dk]`.
-        keys (`torch.Tensor`):
-            `[num_requests, num_kv_heads, num_keys, Dk]`, contiguous.
-        values (`torch.Tensor`):
-            `[num_requests, num_kv_heads, num_keys, Dv]`, contiguous.
-        mask (`torch.Tensor`):
-            Added to the scores, `[num_requests, num_heads, 1, num_keys]`, contiguous.
-        scale (`float`):
-            Factor on the scores.
-    """
-    num_requests, num_heads, _, head_dim = query.shape
-    num_kv_heads, num_keys = keys.shape[1:3]
-    batch = num_requests * num_kv_heads
-    grouped = query.reshape(batch, -1, head_dim)
-    mask = mask.view(batch, -1, num_keys)
-    transposed = keys.reshape(batch, num_keys, head_dim).transpose(1, 2)
-    highest = torch.baddbmm(mask, grouped, transposed, alpha=scale).amax(-1, keepdim=True)
-    shifted = torch.baddbmm(mask - highest, grouped, transposed, alpha=scale)
-    out = torch.bmm(torch.softmax(shifted, dim=-1), values.reshape(batch, num_keys, -1))
-    return out.view(num_requests, num_heads, 1, -1)
 
 
 def attend_explicit(

@@ -120,7 +120,7 @@ def one_by_one(model: PreTrainedModel, workload: Workload, budget: float, sample
     chosen = workload.sample(sample)
     begin = time.perf_counter()
     tokens, firsts, between, steps = 0, [], 0.0, 0
-    for done, (prompt, length) in enumerate(zip(chosen.prompts, chosen.output_lengths, strict=True)):
+    for prompt, length in zip(chosen.prompts, chosen.output_lengths, strict=True):
         start = time.perf_counter()
         clock = _generate(model, [prompt], length, begin + budget)
         tokens += len(clock.times)
@@ -138,8 +138,8 @@ def one_by_one(model: PreTrainedModel, workload: Workload, budget: float, sample
         output_tokens_per_s=rate,
         seconds=workload.num_output_tokens / rate,
         measured_seconds=measured,
-        extrapolated=done + 1 < len(workload) or tokens < workload.num_output_tokens,
-        how=f"{done + 1} of {len(workload)} requests",
+        extrapolated=tokens < workload.num_output_tokens,
+        how=f"{len(firsts)} of {len(workload)} requests, {tokens:,} of {workload.num_output_tokens:,} tokens",
         kv_bytes_held=most * per_token,
         kv_bytes_used=most * per_token,
         kv_waste=0.0,
@@ -295,7 +295,7 @@ def _continuous_batching_config(num_blocks: int, max_batch_tokens: int) -> Any:
 
     # Transformers 5.24 calls it a page, 5.17 a block.
     names = inspect.signature(ContinuousBatchingConfig).parameters
-    size = {"page_size" if "page_size" in names else "block_size": BLOCK_SIZE}
+    size: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": BLOCK_SIZE}
     return ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, **size)
 
 

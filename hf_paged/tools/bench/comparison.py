@@ -47,10 +47,9 @@ def compare_on_workload(
     rows = [{"system": system, **median_row(measured)} for system, measured in samples.items()]
     for row in rows[1:]:
         row["speedup"] = rows[0]["output_tokens_per_s"] / row["output_tokens_per_s"]
-    every = {system: measured for system, measured in samples.items()}
     notes = [f"{row['system']}: {row['how']}, extrapolated" for row in rows if row.get("extrapolated")]
     heading = f"{title} ({workload.describe()}; median of {session.options.runs})"
-    return Report(heading, columns, rows, notes, {"workload": workload.describe(), "every_run": every})
+    return Report(heading, columns, rows, notes, {"workload": workload.describe(), "every_run": samples})
 
 
 def measure_ours(session: BenchSession, workload: Workload) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def load_paged_model(name: str, dtype: torch.dtype, config: PagedConfig | None =
         config (`PagedConfig`, *optional*):
             Settings of the engine.
     """
-    where = {"device_map": "cuda"} if torch.cuda.is_available() else {}
+    where: dict[str, Any] = {"device_map": "cuda"} if torch.cuda.is_available() else {}
     return AutoPagedModelForCausalLM.from_pretrained(name, dtype=dtype, paged_config=config, **where)
 
 

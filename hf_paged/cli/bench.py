@@ -1,0 +1,56 @@
+"""`hf-paged bench NAME`: one command for each benchmark, all with the same options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..tools.bench import BENCHMARK_HELP
+
+app = typer.Typer(help="Measure speed and memory, alone or beside stock Transformers.", no_args_is_help=True)
+
+
+def _make_command(name: str) -> Callable[..., None]:
+    def command(
+        model: Annotated[
+            str | None,
+            typer.Option(metavar="PATH_OR_ID", help="A model folder or hub id instead of the packaged model."),
+        ] = None,
+        compare: Annotated[
+            str | None, typer.Option(metavar="PEER", help="Measure a peer in turns with hf_paged: transformers.")
+        ] = None,
+        json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to a file as well.")] = None,
+        runs: Annotated[int, typer.Option(min=1, help="Measurements; their median is shown.")] = 3,
+        count: Annotated[int | None, typer.Option(min=1, help="Another number of requests.")] = None,
+        dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
+        attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
+    ) -> None:
+        from ..configuration import PagedConfig
+        from ..tools.bench.report import log_console, output_console, write_json
+        from ..tools.bench.session import BenchOptions, run_benchmark
+        from .logs import quiet_transformers
+
+        quiet_transformers()
+        log = log_console()
+        options = BenchOptions(
+            model=model,
+            compare=compare,
+            runs=runs,
+            count=count,
+            dtype=dtype,
+            config=PagedConfig(attn_backend=attn_backend),
+            log=lambda message: log.print(message, highlight=False, markup=False),
+        )
+        report = run_benchmark(name, options)
+        report.print(output_console())
+        if json is not None:
+            write_json(json, report.to_dict())
+
+    return command
+
+
+for _name, _help in BENCHMARK_HELP.items():
+    app.command(_name, help=_help)(_make_command(_name))

@@ -1,0 +1,22 @@
+"""`hf-paged info`."""
+
+from __future__ import annotations
+
+import json as json_format
+from typing import Annotated
+
+import typer
+
+
+def info(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A model folder or hub id.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights; auto is the checkpoint's own.")] = "auto",
+) -> None:
+    """Print versions, the machine and the attention backends; with a MODEL, what its engine would do here."""
+    from ..tools.info import collect_info, describe_info
+    from .logs import quiet_transformers
+
+    quiet_transformers()
+    found = collect_info(model, dtype)
+    typer.echo(json_format.dumps(found, indent=2) if json else describe_info(found))

@@ -1,0 +1,236 @@
+"""`hf-paged demo`: real prompts through a real model, and the same through stock Transformers, measured here and now."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..configuration import PagedConfig
+from ..generation.outputs import RequestOutput
+from .bench.baseline_process import StockTransformers
+from .bench.baselines import BUDGET_SECONDS, BaselineResult
+from .bench.comparison import METHOD_TITLES, OURS
+from .bench.engine_run import EngineRun, load_paged_model, run_workload, warm_up
+from .bench.machine import machine_info, measure_bandwidth
+from .bench.report import (
+    Column,
+    Report,
+    log_console,
+    mebibytes,
+    one_decimal,
+    output_console,
+    percent,
+    times,
+    write_json,
+)
+from .bench.workloads import DEFAULT_SEED, TextTokens, Workload
+from .packaged_model import packaged_model_path
+from .prompts import user_prompts
+
+NUM_REQUESTS = 32
+NUM_ANSWERS = 3
+SAMPLE_ONE_BY_ONE = 8
+POOL_GIB = 1.0
+
+COLUMNS = (
+    Column("system", "system"),
+    Column("output_tokens_per_s", "output tokens/s", one_decimal),
+    Column("speedup", "hf_paged is faster by", times),
+    Column("kv_bytes_pool", "K/V pool", mebibytes),
+    Column("kv_bytes_held", "K/V reserved for requests", mebibytes),
+    Column("kv_bytes_used", "of that used", mebibytes),
+    Column("kv_waste", "waste (mean)", percent),
+    Column("huge_page_bytes", "on huge pages", mebibytes),
+)
+
+
+def run_demo(model: str | None = None, json_file: Path | None = None) -> Report:
+    """Answers 32 real prompts with the paged engine, then measures stock Transformers on the same ones.
+
+    Prints answers and a table to stdout, progress to stderr.
+
+    Args:
+        model (`str`, *optional*):
+            Path or hub id; the packaged model by default.
+        json_file (`Path`, *optional*):
+            Where everything in the table is written as well.
+    """
+    out, log = output_console(), log_console()
+    say = _teller(log)
+    path = model or str(packaged_model_path())
+    tokenizer = _load_tokenizer(path)
+    questions, workload = demo_workload(tokenizer)
+    say(f"loading {path}")
+    run, answers = _run_ours(path, TextTokens.from_tokenizer(tokenizer), workload, log)
+    out.print(f"{len(workload)} prompts answered, {workload.describe()}. Some of the answers:\n", highlight=False)
+    for question, answer in _choose_answers(questions, answers, tokenizer):
+        out.print(f"[bold]> {_escape(question)}[/bold]\n{_escape(answer)}\n", highlight=False)
+    results = _run_stock(path, workload, say)
+    report = make_report(workload, run, results)
+    report.print(out)
+    if json_file is not None:
+        write_json(json_file, summary(report) | {"model": path} | report.to_dict())
+    return report
+
+
+def demo_workload(tokenizer: Any, count: int = NUM_REQUESTS, seed: int = DEFAULT_SEED) -> tuple[list[str], Workload]:
+    """Returns questions, and the workload of these as a chat each, with outputs of 16 to 256 tokens.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            The model's; without a chat template the plain questions are taken.
+        count (`int`, defaults to 32):
+            Number of questions.
+        seed (`int`, defaults to 181):
+            Fixes the choice of questions and the lengths.
+    """
+    numbers = random.Random(seed)
+    questions = numbers.sample(user_prompts(), count)
+    lengths = [numbers.randint(16, 256) for _ in range(count)]
+    return questions, Workload("demo", [_prompt_tokens(tokenizer, question) for question in questions], lengths)
+
+
+def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult]) -> Report:
+    """Returns the table: a row for each way of running the workload.
+
+    Args:
+        workload (`Workload`):
+            What was run.
+        run (`EngineRun`):
+            How the paged engine did.
+        results (`list[BaselineResult]`):
+            How stock Transformers did, by each of its methods.
+    """
+    ours = {name: value for name, value in dataclasses.asdict(run).items() if name != "stats"}
+    rows: list[dict[str, Any]] = [
+        {"system": METHOD_TITLES[result.method], **dataclasses.asdict(result)}
+        | {"speedup": run.output_tokens_per_s / result.output_tokens_per_s}
+        for result in results
+    ]
+    rows.append({"system": OURS, **ours, "speedup": None})
+    notes = [
+        f"{row['system']}: measured {row['how']} in {row['measured_seconds']:.0f} s, extrapolated to all"
+        for row in rows
+        if row.get("extrapolated")
+    ]
+    machine, bandwidth = machine_info(), measure_bandwidth()
+    notes.append(f"{machine.describe()}; {bandwidth.describe()}")
+    details = {
+        "workload": workload.describe(),
+        "machine": dataclasses.asdict(machine),
+        "bandwidth": bandwidth.to_dict(),
+        "engine": dataclasses.asdict(run.stats),
+    }
+    title = f"{workload.describe()}; the same for every row"
+    return Report(title, COLUMNS, rows, notes, details)
+
+
+def summary(report: Report) -> dict[str, float]:
+    """Returns the main figures under fixed names.
+
+    Args:
+        report (`Report`):
+            What `make_report` returned.
+    """
+    ours = report.rows[-1]
+    speedups = {f"speedup_{row['method']}": row["speedup"] for row in report.rows[:-1]}
+    return {
+        "output_tokens_per_s": ours["output_tokens_per_s"],
+        "kv_waste_percent": 100 * ours["kv_waste"],
+        **speedups,
+    }
+
+
+def _run_ours(path: str, text: TextTokens, workload: Workload, log: Console) -> tuple[EngineRun, list[RequestOutput]]:
+    model = load_paged_model(path, torch.bfloat16, PagedConfig(cpu_kv_cache_gib=POOL_GIB))
+    try:
+        warm_up(model, text)
+        with _progress(log, len(workload)) as advance:
+            return run_workload(model, workload, progress=advance)
+    finally:
+        model.engine.close()
+
+
+def _run_stock(path: str, workload: Workload, say: Callable[[str], None]) -> list[BaselineResult]:
+    say("loading stock Transformers in a process of its own")
+    results = []
+    with StockTransformers(path, "bfloat16", torch.get_num_threads()) as stock:
+        stock.measure("static_batch", Workload("warm-up", [workload.prompts[0]], [4]))
+        for method, sample in (("one_by_one", SAMPLE_ONE_BY_ONE), ("static_batch", None), ("generate_batch", None)):
+            say(f"{METHOD_TITLES[method]} (stops after {BUDGET_SECONDS:.0f} s)")
+            results.append(stock.measure(method, workload, sample=sample))
+    return results
+
+
+class _progress:
+    """A bar on a terminal, a line after each quarter elsewhere; as a context it returns what is to be called."""
+
+    def __init__(self, log: Console, total: int):
+        self._log = log
+        self._total = total
+        self._done = 0
+        self._bar = Progress(
+            TextColumn(f"{OURS} answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=log
+        )
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        if self._log.is_terminal:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        return self._advance
+
+    def __exit__(self, *error: object) -> None:
+        if self._log.is_terminal:
+            self._bar.stop()
+
+    def _advance(self, output: RequestOutput) -> None:
+        self._done += 1
+        if self._log.is_terminal:
+            self._bar.advance(self._task)
+        elif self._done % max(1, self._total // 4) == 0:
+            self._log.print(f"{OURS}: {self._done} of {self._total} prompts answered", highlight=False)
+
+
+def _choose_answers(questions: list[str], outputs: list[RequestOutput], tokenizer: Any) -> list[tuple[str, str]]:
+    """Answers that the model ended itself come first: the lengths are forced, the others break off."""
+    chosen, cut = [], []
+    for question, output in zip(questions, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        if tokenizer.eos_token_id in tokens:
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
+            chosen.append((question, tokenizer.decode(tokens, skip_special_tokens=True).strip()))
+        else:
+            text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            cut.append((question, f"{text} ... (cut after {len(tokens)} tokens)"))
+    chosen.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+    return (chosen + cut)[:NUM_ANSWERS]
+
+
+def _prompt_tokens(tokenizer: Any, question: str) -> list[int]:
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        return tokenizer(text, add_special_tokens=False).input_ids
+    return tokenizer(question).input_ids
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _teller(log: Console) -> Callable[[str], None]:
+    return lambda message: log.print(f"{message} ...", highlight=False, markup=False)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,62 @@
+"""`hf-paged info`: versions, the machine, the attention backends, and the plan of a model's engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+from ..auto import AutoPagedModelForCausalLM
+from ..kernels.base import BACKENDS
+from ..kernels.selection import describe_backends
+from .bench.machine import Bandwidth, MachineInfo, machine_info, measure_bandwidth
+
+PACKAGES = ("hf-paged", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "triton", "gguf")
+
+
+def collect_info(model: str | None = None, dtype: str = "auto") -> dict[str, Any]:
+    """Returns everything as plain values.
+
+    Args:
+        model (`str`, *optional*):
+            Path or hub id of a model, which is loaded.
+        dtype (`str`, defaults to `"auto"`):
+            Dtype of its weights.
+    """
+    found: dict[str, Any] = {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "machine": dataclasses.asdict(machine_info()),
+        "bandwidth": measure_bandwidth().to_dict(),
+    }
+    if model is None:
+        return found | {"backends": {name: backend.unavailable_reason() or "" for name, backend in BACKENDS.items()}}
+    engine = AutoPagedModelForCausalLM.from_pretrained(model, dtype=dtype).engine
+    try:
+        backends = {found.name: found.reason for found in describe_backends(engine.backend.spec)}
+        return found | {"backends": backends, "plan": engine.plan.to_dict(), "plan_text": engine.plan.describe()}
+    finally:
+        engine.close()
+
+
+def describe_info(found: dict[str, Any]) -> str:
+    """Returns lines for people.
+
+    Args:
+        found (`dict[str, Any]`):
+            What `collect_info` returned.
+    """
+    machine, bandwidth = MachineInfo(**found["machine"]), Bandwidth(**found["bandwidth"])
+    lines = [", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())]
+    lines += [machine.describe(), f"memory {bandwidth.describe()}", f"torch threads {torch.get_num_threads()}"]
+    lines += [f"attention backend {name}{f': {why}' if why else ''}" for name, why in found["backends"].items()]
+    return "\n".join(lines + (["", found["plan_text"]] if "plan_text" in found else []))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
