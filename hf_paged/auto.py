@@ -18,6 +18,12 @@ class AutoPagedModelForCausalLM:
 
     The result is an instance of the model's own class as well: everything Transformers does with it keeps working.
 
+    Args:
+        args (`Any`):
+            Refused: use `from_pretrained` or `from_model`.
+        kwargs (`Any`):
+            Refused.
+
     Example:
 
     ```python

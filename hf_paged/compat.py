@@ -46,7 +46,8 @@ def cache_argument(model: torch.nn.Module) -> str:
         model (`torch.nn.Module`):
             A causal language model.
     """
-    return _cache_argument_of_class(type(model))
+    cls: Any = type(model)  # Any: the type stubs of torch say that classes of modules are not hashable
+    return _cache_argument_of_class(cls)
 
 
 def accepts(model: torch.nn.Module, argument: str) -> bool:

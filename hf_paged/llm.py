@@ -29,16 +29,6 @@ class LLM:
             Dtype of the weights.
         tensor_parallel_size (`int`, defaults to 1):
             Devices; only 1 so far.
-        gpu_memory_utilization (`float`, defaults to 0.9):
-            Share of an accelerator's memory for weights, activations and K/V.
-        max_model_len (`int`, *optional*):
-            Prompt and answer together, in tokens.
-        max_num_seqs (`int`, *optional*):
-            Requests that run at the same time.
-        max_num_batched_tokens (`int`, *optional*):
-            Tokens per step.
-        enable_prefix_caching (`bool`, defaults to `True`):
-            Keep and share the K/V of equal beginnings.
         seed (`int`, *optional*):
             Makes requests without a seed of their own repeatable.
         trust_remote_code (`bool`, defaults to `False`):
@@ -50,7 +40,8 @@ class LLM:
         paged_config (`PagedConfig`, *optional*):
             All engine settings at once, instead of the single ones.
         kwargs (`Any`):
-            Further `PagedConfig` fields (`block_size`, `num_blocks`, ...), and whatever
+            The fields of `PagedConfig` (`gpu_memory_utilization`, `max_model_len`, `max_num_seqs`,
+            `max_num_batched_tokens`, `enable_prefix_caching`, `block_size`, ...), and whatever
             `AutoModelForCausalLM.from_pretrained` takes (`gguf_file`, `token`, `device_map`, ...).
 
     Raises:

@@ -52,6 +52,19 @@ class BlockPool:
             self.ref_counts[block_id] = 1
         return block_ids
 
+    def grow(self, num_blocks: int) -> None:
+        """Adds free blocks, with the ids that follow the last.
+
+        Args:
+            num_blocks (`int`):
+                How many.
+        """
+        for block_id in reversed(range(self.num_blocks, self.num_blocks + num_blocks)):
+            self._free[block_id] = None
+            self._free.move_to_end(block_id, last=False)
+        self.ref_counts += [0] * num_blocks
+        self.num_blocks += num_blocks
+
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds an owner to each block; a free one is held again.
 

@@ -7,6 +7,7 @@ import logging
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil

@@ -34,7 +34,10 @@ class Answer:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                after_prompt=True,
             )
         self._incremental = streaming or self._matcher is not None
         self._num_detokenized = 0

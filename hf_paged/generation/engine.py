@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..cache.block_manager import BlockManager
 from ..cache.layer_discovery import find_layers
@@ -31,7 +32,7 @@ from ..errors import (
     StepFailedError,
 )
 from ..kernels import describe_backends, select_backend
-from ..modeling.layer_groups import inspect_configuration
+from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
 from .model_runner import ModelRunner
@@ -71,7 +72,7 @@ class Engine:
         UnsupportedAttentionError: If no attention backend has what the model needs.
     """
 
-    def __init__(self, model: torch.nn.Module, config: PagedConfig | None = None, *, tokenizer: Any = None):
+    def __init__(self, model: PreTrainedModel, config: PagedConfig | None = None, *, tokenizer: Any = None):
         self.config = config or PagedConfig()
         self.tokenizer = tokenizer
         self._model = weakref.ref(model)
@@ -93,7 +94,7 @@ class Engine:
         )
         self.limits = Limits(
             self.plan,
-            model.get_input_embeddings().weight.shape[0],
+            num_embeddings(model),
             model.config.get_text_config(decoder=True).vocab_size,
             frozenset(_as_list(model.generation_config.eos_token_id)),
         )
@@ -422,7 +423,7 @@ class Engine:
             modelled = time.perf_counter()
             requests = [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
             choice = self.sampler.sample(result.logits, requests, result.sample_rows)
-            self._take_prompt_logprobs(output, result)
+            refused = self._take_prompt_logprobs(output, result)
         except Exception as error:
             self._fail_step(output, error)
             return True
@@ -431,7 +432,11 @@ class Engine:
             raise
         sampled = time.perf_counter()
         try:
+            for request, error in refused:
+                self._fail(request, error)
             self._collect(output, requests, choice)
+            for request, _ in refused:
+                self._settle(request.group.context)
         except BaseException as error:
             self._start_over(error)
             raise
@@ -489,10 +494,18 @@ class Engine:
         if state.on_update is not None:
             state.on_update(state)
 
-    def _take_prompt_logprobs(self, output: SchedulerOutput, result: StepResult) -> None:
+    def _take_prompt_logprobs(
+        self, output: SchedulerOutput, result: StepResult
+    ) -> list[tuple[Request, NonFiniteLogitsError]]:
+        """Takes in what a step says about prompts; returns the requests whose logits were not finite."""
+        refused = []
         for share in output.scheduled:
             if share.request_id in result.prompt_rows:
-                self._take_chunk(share, result)
+                try:
+                    self._take_chunk(share, result)
+                except NonFiniteLogitsError as error:
+                    refused.append((self.scheduler.requests[share.request_id], error))
+        return refused
 
     def _take_chunk(self, share: ScheduledRequest, result: StepResult) -> None:
         request = self.scheduler.requests[share.request_id]

@@ -86,7 +86,8 @@ class GenerateCall:
         if not self.return_dict:
             return sequences
         cache = self._cache(states, sequences.shape[1] - 1, engine.plan.block_size)
-        return GenerateDecoderOnlyOutput(sequences=sequences, **{compat.cache_output_field(): cache})
+        fields: dict[str, Any] = {"sequences": sequences, compat.cache_output_field(): cache}
+        return GenerateDecoderOnlyOutput(**fields)
 
     def _stream(self, engine: Engine, state: RequestState) -> None:
         request, sent = state.group.requests[0], 0
@@ -116,7 +117,7 @@ class GenerateCall:
     def _cache(self, states: list[RequestState], length: int, block_size: int) -> PagedCache:
         """The K/V of every row at the columns of `sequences`, as Transformers' loop would have left them."""
         width = self.input_ids.shape[1]
-        rows = [
+        rows: list[tuple[int, Any]] = [
             (width - len(tokens), answer.kv)
             for tokens, state in zip(self.rows, states, strict=True)
             for answer in state.answers

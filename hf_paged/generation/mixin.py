@@ -222,10 +222,10 @@ class PagedGenerationMixin:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _rebuild, (_stock_class(type(self)),), self.__getstate__()  # type: ignore[attr-defined]
+        return _rebuild, (_stock_class(type(self)),), self.__getstate__()
 
 
-def page_model(model: torch.nn.Module, config: PagedConfig) -> None:
+def page_model(model: Any, config: PagedConfig) -> None:
     """Makes a model a paged one, in place.
 
     Args:
@@ -284,7 +284,8 @@ def paged_class(cls: type) -> type:
     """
     if cls not in _classes:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _classes[cls] = type(cls)(cls.__name__, (PagedGenerationMixin, cls), names)
+        metaclass: Any = type(cls)
+        _classes[cls] = metaclass(cls.__name__, (PagedGenerationMixin, cls), names)
     return _classes[cls]
 
 
@@ -294,7 +295,7 @@ def _stock_class(cls: type) -> type:
 
 def _rebuild(cls: type) -> Any:
     attention.register()
-    paged = paged_class(cls)
+    paged: Any = paged_class(cls)
     return paged.__new__(paged)
 
 

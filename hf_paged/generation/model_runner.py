@@ -202,10 +202,9 @@ class ModelRunner:
         copies = []
         for layer in self.cache.layers:
             index = torch.from_numpy(tables[layer.spec.group_idx]).to(layer.spec.key_cache.device)
-            copies.append(
-                tuple(
-                    cache.index_select(0, index).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
-                    for cache in (layer.spec.key_cache, layer.spec.value_cache)
-                )
+            key, value = (
+                cache.index_select(0, index).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+                for cache in (layer.spec.key_cache, layer.spec.value_cache)
             )
+            copies.append((key, value))
         return copies

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..cache import memory
 from ..configuration import PagedConfig
@@ -166,7 +167,7 @@ def default_block_size(config: PagedConfig) -> int:
 
 
 def make_plan(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     groups: tuple[LayerGroup, ...],
     config: PagedConfig,
     *,
@@ -244,7 +245,7 @@ def make_plan(
     )
 
 
-def _model_len(model: torch.nn.Module, config: PagedConfig, notes: list[str]) -> int:
+def _model_len(model: PreTrainedModel, config: PagedConfig, notes: list[str]) -> int:
     limit, why = context_limit(model.config.get_text_config(decoder=True))
     if config.max_model_len is not None and (limit is None or config.max_model_len <= limit):
         return config.max_model_len

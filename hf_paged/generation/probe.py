@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+from transformers import PreTrainedModel
 
 from ..configuration import PagedConfig
 from ..errors import HfPagedError, UnsupportedModelError
 from ..kernels.base import PagedAttentionBackend
-from ..modeling.layer_groups import LayerGroup
+from ..modeling.layer_groups import LayerGroup, num_embeddings
 from .model_runner import ModelRunner
 from .step import ScheduledRequest, SchedulerOutput
 
@@ -21,7 +22,7 @@ _TOLERANCE_HALF = 0.2
 
 @torch.inference_mode()
 def check_against_stock(
-    model: torch.nn.Module, groups: tuple[LayerGroup, ...], backend: PagedAttentionBackend, block_size: int
+    model: PreTrainedModel, groups: tuple[LayerGroup, ...], backend: PagedAttentionBackend, block_size: int
 ) -> None:
     """Computes two short sequences together on the paged path, in chunks, and compares with the plain forward.
 
@@ -38,7 +39,7 @@ def check_against_stock(
     Raises:
         UnsupportedModelError: If the paged path fails, or gives other logits.
     """
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = num_embeddings(model)
     device = groups[0].device
     first = [(7 * i + 3) % vocab for i in range(block_size + 3)]
     second = [(5 * i + 2) % vocab for i in range(5)]
@@ -86,7 +87,7 @@ def check_against_stock(
 
 @torch.inference_mode()
 def activation_bytes(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     groups: tuple[LayerGroup, ...],
     backend: PagedAttentionBackend,
     block_size: int,

@@ -18,9 +18,8 @@ import torch
 
 from .metadata import PagedAttentionMetadata
 
-# Requests whose contexts lie within this many tokens of each other, or within a quarter, are computed together;
-# lengths are padded to the same step so that the shapes of matrix products repeat from step to step.
-LENGTH_STEP = 32
+# Requests whose contexts lie within this many tokens of each other, or within a quarter, are computed together.
+SIMILAR_LENGTHS = 32
 # Keys gathered at a time for decoding requests; larger ones leave the processor's caches before they are used.
 MAX_GATHERED_KEYS = 4096
 # No matrix of scores or mask is larger than this.
@@ -149,7 +148,7 @@ class PlanBuilder:
         buckets, start = [], 0
         while start < len(order):
             longest = int(seen[order[start]])
-            shortest = min(longest - LENGTH_STEP, longest * 3 // 4)
+            shortest = min(longest - SIMILAR_LENGTHS, longest * 3 // 4)
             limit = start + max(1, MAX_GATHERED_KEYS // longest)
             end = start + 1
             while end < min(limit, len(order)) and seen[order[end]] >= shortest:
@@ -158,16 +157,12 @@ class PlanBuilder:
             start = end
         return buckets
 
-    def _gather(
-        self, requests: np.ndarray, first_positions: np.ndarray, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, requests: np.ndarray, first_positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows that hold everything from `first_positions` on, and the positions of the keys."""
         block_size = self.metadata.block_size
         first = first_positions // block_size
         last = (self.metadata.seq_lens_host[requests].astype(np.int64) - 1) // block_size
         num_blocks = int((last - first).max()) + 1
-        blocks_per_step = max(1, step // block_size)
-        num_blocks = -(-num_blocks // blocks_per_step) * blocks_per_step
         # Columns past a request's context repeat its own last block: whatever is masked later is finite.
         columns = self._tensor(first[:, None] + np.arange(num_blocks))
         own = torch.minimum(columns, self._tensor(last)[:, None])
@@ -183,7 +178,7 @@ class PlanBuilder:
     def _decode(self, requests: np.ndarray) -> Gathered:
         positions = self.metadata.seq_lens_host[requests].astype(np.int64) - 1
         first = np.zeros_like(positions) if self.window is None else np.maximum(positions - self.window + 1, 0)
-        rows, key_positions = self._gather(requests, first, LENGTH_STEP)
+        rows, key_positions = self._gather(requests, first)
         queries = QuerySlice(
             tokens=self._tensor(requests),
             query_positions=self._tensor(positions)[:, None],
@@ -199,7 +194,7 @@ class PlanBuilder:
         seq_len = int(self.metadata.seq_lens_host[request])
         start = seq_len - query_len
         first = 0 if self.window is None else max(start - self.window + 1, 0)
-        rows, key_positions = self._gather(np.array([request]), np.array([first]), self.metadata.block_size)
+        rows, key_positions = self._gather(np.array([request]), np.array([first]))
         base = first // self.metadata.block_size * self.metadata.block_size
         unmasked = self.causal_without_mask and start == 0 and (self.window is None or self.window >= seq_len)
         num_rows = query_len if unmasked else self._rows_at_a_time(seq_len - base)

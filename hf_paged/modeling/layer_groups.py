@@ -131,6 +131,16 @@ def configured_window(config: Any, layer_idx: int) -> int | None:
     return window
 
 
+def num_embeddings(model: Any) -> int:
+    """Returns how many token ids a prompt may hold; more than the vocabulary where the embedding is padded.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+    """
+    return model.get_input_embeddings().weight.shape[0]
+
+
 def context_limit(config: Any) -> tuple[int | None, str | None]:
     """Returns how many tokens a sequence may have, and why if it is less than the configuration's own number.
 

@@ -1,0 +1,1 @@
+"""What the command line runs: the demo, the benchmarks, the packaged model."""

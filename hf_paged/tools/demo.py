@@ -1,4 +1,4 @@
-"""`hf-paged demo`: real prompts through a real model, and the same through stock Transformers, measured here and now."""
+"""`hf-paged demo`: real prompts through a real model, then the same through stock Transformers, measured there."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ POOL_GIB = 1.0
 COLUMNS = (
     Column("system", "system"),
     Column("output_tokens_per_s", "output tokens/s", one_decimal),
-    Column("speedup", "hf_paged is faster by", times),
+    Column("speedup", "speed-up of hf_paged", times),
     Column("kv_bytes_pool", "K/V pool", mebibytes),
-    Column("kv_bytes_held", "K/V reserved for requests", mebibytes),
-    Column("kv_bytes_used", "of that used", mebibytes),
-    Column("kv_waste", "waste (mean)", percent),
-    Column("huge_page_bytes", "on huge pages", mebibytes),
+    Column("kv_bytes_held", "K/V reserved", mebibytes),
+    Column("kv_bytes_used", "really used", mebibytes),
+    Column("kv_waste", "waste", percent),
+    Column("huge_page_bytes", "huge pages", mebibytes),
 )
 
 
-def run_demo(model: str | None = None, json_file: Path | None = None) -> Report:
-    """Answers 32 real prompts with the paged engine, then measures stock Transformers on the same ones.
+def run_demo(model: str | None = None, json_file: Path | None = None, count: int = NUM_REQUESTS) -> Report:
+    """Answers real prompts with the paged engine, then measures stock Transformers on the same ones.
 
     Prints answers and a table to stdout, progress to stderr.
 
@@ -61,15 +61,17 @@ def run_demo(model: str | None = None, json_file: Path | None = None) -> Report:
             Path or hub id; the packaged model by default.
         json_file (`Path`, *optional*):
             Where everything in the table is written as well.
+        count (`int`, defaults to 32):
+            Number of prompts.
     """
     out, log = output_console(), log_console()
     say = _teller(log)
     path = model or str(packaged_model_path())
     tokenizer = _load_tokenizer(path)
-    questions, workload = demo_workload(tokenizer)
+    questions, workload = demo_workload(tokenizer, count)
     say(f"loading {path}")
     run, answers = _run_ours(path, TextTokens.from_tokenizer(tokenizer), workload, log)
-    out.print(f"{len(workload)} prompts answered, {workload.describe()}. Some of the answers:\n", highlight=False)
+    out.print(f"{OURS} answered {len(workload)} prompts. {NUM_ANSWERS} of the answers:\n", highlight=False)
     for question, answer in _choose_answers(questions, answers, tokenizer):
         out.print(f"[bold]> {_escape(question)}[/bold]\n{_escape(answer)}\n", highlight=False)
     results = _run_stock(path, workload, say)
@@ -128,7 +130,7 @@ def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult
         "bandwidth": bandwidth.to_dict(),
         "engine": dataclasses.asdict(run.stats),
     }
-    title = f"{workload.describe()}; the same for every row"
+    title = f"{workload.describe()}; the same for every row, greedy, end-of-sequence tokens ignored"
     return Report(title, COLUMNS, rows, notes, details)
 
 
@@ -152,7 +154,7 @@ def _run_ours(path: str, text: TextTokens, workload: Workload, log: Console) -> 
     model = load_paged_model(path, torch.bfloat16, PagedConfig(cpu_kv_cache_gib=POOL_GIB))
     try:
         warm_up(model, text)
-        with _progress(log, len(workload)) as advance:
+        with _ProgressDisplay(log, len(workload)) as advance:
             return run_workload(model, workload, progress=advance)
     finally:
         model.engine.close()
@@ -169,7 +171,7 @@ def _run_stock(path: str, workload: Workload, say: Callable[[str], None]) -> lis
     return results
 
 
-class _progress:
+class _ProgressDisplay:
     """A bar on a terminal, a line after each quarter elsewhere; as a context it returns what is to be called."""
 
     def __init__(self, log: Console, total: int):
@@ -203,12 +205,12 @@ def _choose_answers(questions: list[str], outputs: list[RequestOutput], tokenize
     chosen, cut = [], []
     for question, output in zip(questions, outputs, strict=True):
         tokens = output.outputs[0].token_ids
-        if tokenizer.eos_token_id in tokens:
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
-            chosen.append((question, tokenizer.decode(tokens, skip_special_tokens=True).strip()))
-        else:
-            text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else None
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True).strip()
+        if end is None:
             cut.append((question, f"{text} ... (cut after {len(tokens)} tokens)"))
+        elif text:
+            chosen.append((question, text))
     chosen.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
     return (chosen + cut)[:NUM_ANSWERS]
 

@@ -38,7 +38,14 @@ _GGUF_CONTROL_TOKEN = 3
 
 
 class PackagedFile(NamedTuple):
-    """The GGUF file of an installed package, and the package's version."""
+    """The GGUF file of an installed package.
+
+    Args:
+        path (`Path`):
+            The file.
+        version (`str`):
+            The package's version.
+    """
 
     path: Path
     version: str

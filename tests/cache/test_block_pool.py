@@ -45,6 +45,15 @@ def test_a_free_block_that_is_touched_is_held_again_and_not_handed_out():
     assert pool.allocate(1) != first and pool.num_free == 0
 
 
+def test_a_pool_that_grows_keeps_its_blocks_and_hands_out_new_ones_before_cached_ones():
+    pool = BlockPool(2)
+    held, cached = pool.allocate(1), pool.allocate(1)
+    pool.free(cached, cached=cached)
+    pool.grow(3)
+    assert pool.num_blocks == 5 and pool.num_free == 4 and pool.ref_counts[held[0]] == 1
+    assert pool.allocate(4) == [2, 3, 4, *cached]
+
+
 def test_blocks_without_a_hash_are_reused_before_cached_ones():
     pool = BlockPool(4)
     block_ids = pool.allocate(4)

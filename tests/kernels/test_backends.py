@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import CHUNKS, DECODES, MIXED, PREFILLS, Call, dense_attention, make_call
 
 from hf_paged.kernels import PagedAttentionBackend, select_backend, torch_plan, torch_sdpa
+
+from .attention_calls import CHUNKS, DECODES, MIXED, PREFILLS, Call, dense_attention, make_call
 
 CPU_BACKENDS = ("reference", "torch_sdpa")
 # Largest absolute error against float64 on the same inputs; values are of the order of 1.
@@ -132,7 +133,7 @@ def test_values_of_another_size_than_keys(dims, dtype):
 
 
 def test_large_scores_keep_their_precision_in_bfloat16():
-    # Scores of about 100 differ by less than a bfloat16 step of 0.5; rounding them once would lose the order.
+    # Scores of about 100 differ by less than a bfloat16 step of 0.5: they must not be rounded before the softmax.
     call = make_call([(1, 200)] * 4, dtype=torch.bfloat16)
     assert_close(attend("torch_sdpa", call, scale=4.0), oracle(call, scale=4.0), torch.bfloat16)
 

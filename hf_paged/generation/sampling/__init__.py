@@ -1,0 +1,1 @@
+"""From logits to tokens: one file per feature, batched over requests with different parameters."""

@@ -19,25 +19,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rows_of_keys(
-    block_table_ptr,
-    positions,
-    start,
-    limit,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    table_ptr, positions, start, limit, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
     """Returns where the keys of a tile lie: row numbers of `cache.view(-1, head_dim)`, int64."""
     if TILE > BLOCK_SIZE:
         # One id is loaded per block, not per key.
         entries = start // BLOCK_SIZE + tl.arange(0, TILE // BLOCK_SIZE)
-        block_ids = tl.load(block_table_ptr + entries, mask=entries * BLOCK_SIZE < limit, other=0)
+        block_ids = tl.load(table_ptr + entries, mask=entries * BLOCK_SIZE < limit, other=0)
         block_ids = tl.broadcast_to(block_ids[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE])
         block_ids = tl.reshape(block_ids, [TILE]).to(tl.int64)
     else:
-        block_ids = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
-    return (block_ids * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        block_ids = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+    return (block_ids * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from ...compat import cache_layer_tensors, output_cache
 from .kv_usage import ContinuousUsage, static_batch_usage
@@ -99,12 +99,12 @@ class StepClock(StoppingCriteria):
         self.deadline = deadline
         self.times: list[float] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> Any:
         self.times.append(time.perf_counter())
         return torch.full((input_ids.shape[0],), self.times[-1] >= self.deadline, device=input_ids.device)
 
 
-def one_by_one(model: PreTrainedModel, workload: Workload, budget: float, sample: int) -> BaselineResult:
+def one_by_one(model: Any, workload: Workload, budget: float, sample: int) -> BaselineResult:
     """Calls `generate` for one request after the other, on a sample.
 
     Args:
@@ -148,7 +148,7 @@ def one_by_one(model: PreTrainedModel, workload: Workload, budget: float, sample
     )
 
 
-def static_batch(model: PreTrainedModel, workload: Workload, budget: float, sample: int) -> BaselineResult:
+def static_batch(model: Any, workload: Workload, budget: float, sample: int) -> BaselineResult:
     """Calls `generate` once for all requests, padded on the left to the longest prompt, up to the longest output.
 
     Args:
@@ -182,7 +182,7 @@ def static_batch(model: PreTrainedModel, workload: Workload, budget: float, samp
     )
 
 
-def generate_batch(model: PreTrainedModel, workload: Workload, budget: float, sample: int) -> BaselineResult:
+def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -> BaselineResult:
     """Runs Transformers' own continuous batching on a sample, with a pool as large as the sample can need.
 
     Its manager is used directly, because `generate_batch` gives all requests the same output length.
@@ -243,14 +243,14 @@ def generate_batch(model: PreTrainedModel, workload: Workload, budget: float, sa
     )
 
 
-METHODS: dict[str, Callable[[PreTrainedModel, Workload, float, int], BaselineResult]] = {
+METHODS: dict[str, Callable[[Any, Workload, float, int], BaselineResult]] = {
     "one_by_one": one_by_one,
     "static_batch": static_batch,
     "generate_batch": generate_batch,
 }
 
 
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
+def kv_bytes_per_token(model: Any) -> int:
     """Returns the K/V bytes of one token over all layers, measured on a short forward pass.
 
     Args:
@@ -265,7 +265,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     return sum(keys.nbytes + values.nbytes for keys, values in filter(None, layers)) // num_tokens
 
 
-def _generate(model: PreTrainedModel, prompts: list[list[int]], num_steps: int, deadline: float) -> StepClock:
+def _generate(model: Any, prompts: list[list[int]], num_steps: int, deadline: float) -> StepClock:
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -299,7 +299,7 @@ def _continuous_batching_config(num_blocks: int, max_batch_tokens: int) -> Any:
     return ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, **size)
 
 
-def load_model(name: str, dtype: str, threads: int) -> PreTrainedModel:
+def load_model(name: str, dtype: str, threads: int) -> Any:
     """Returns a stock model that never ends a text on its own.
 
     Args:
@@ -324,7 +324,7 @@ def main() -> None:
     # Nothing that Transformers prints may get between our lines: file descriptor 1 becomes stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    model: PreTrainedModel | None = None
+    model: Any = None
     for line in sys.stdin:
         job = json.loads(line)
         try:

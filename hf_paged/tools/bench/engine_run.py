@@ -12,6 +12,7 @@ import torch
 
 from ...auto import AutoPagedModelForCausalLM
 from ...configuration import PagedConfig
+from ...errors import InvalidRequestError
 from ...generation.outputs import RequestOutput
 from ...generation.sampling.params import SamplingParams
 from ...generation.stats import EngineStats
@@ -110,8 +111,19 @@ def run_workload(
             The requests.
         progress (`Callable[[RequestOutput], None]`, *optional*):
             Called as each request finishes.
+
+    Raises:
+        InvalidRequestError: If a request is longer than the engine allows.
     """
     engine = model.engine
+    longest = max(
+        len(prompt) + length for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True)
+    )
+    if longest > engine.plan.max_model_len:
+        raise InvalidRequestError(
+            f"{workload.name} has requests of {longest} tokens, but `max_model_len` of this model and pool is "
+            f"{engine.plan.max_model_len}; choose another model or workload."
+        )
     engine.reset_stats()
     gc.collect()
     start = time.perf_counter()

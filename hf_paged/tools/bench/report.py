@@ -34,37 +34,72 @@ class Column(NamedTuple):
 
 
 def whole(value: float) -> str:
-    """Returns a number without decimals."""
+    """Returns a number without decimals.
+
+    Args:
+        value (`float`):
+            The number.
+    """
     return f"{value:,.0f}"
 
 
 def one_decimal(value: float) -> str:
-    """Returns a number with one decimal."""
+    """Returns a number with one decimal.
+
+    Args:
+        value (`float`):
+            The number.
+    """
     return f"{value:,.1f}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns seconds as milliseconds."""
+    """Returns seconds as milliseconds.
+
+    Args:
+        seconds (`float`):
+            The time.
+    """
     return f"{seconds * 1e3:,.1f}"
 
 
 def percent(share: float) -> str:
-    """Returns a share in percent."""
+    """Returns a share in percent.
+
+    Args:
+        share (`float`):
+            1 is all.
+    """
     return f"{share * 100:.1f} %"
 
 
 def times(factor: float) -> str:
-    """Returns a factor."""
+    """Returns a factor.
+
+    Args:
+        factor (`float`):
+            1 is no difference.
+    """
     return f"{factor:.1f}x"
 
 
 def mebibytes(count: float) -> str:
-    """Returns bytes in MiB."""
+    """Returns bytes in MiB.
+
+    Args:
+        count (`float`):
+            How many bytes.
+    """
     return f"{count / 2**20:,.0f} MiB"
 
 
 def gigabytes_per_second(rate: float) -> str:
-    """Returns a bandwidth in GB/s."""
+    """Returns a bandwidth in GB/s.
+
+    Args:
+        rate (`float`):
+            Bytes per second.
+    """
     return f"{rate / 1e9:.1f} GB/s"
 
 

