@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,6 +22,7 @@ __all__ = [
     "cache_argument",
     "cache_layer_tensors",
     "cache_output_field",
+    "causal_model_class",
     "eager_attention",
     "faithful_attention",
     "mask_function",
@@ -79,6 +80,17 @@ def cache_output_field() -> str:
     """Returns the name under which `generate`'s output carries the cache."""
     names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
     return "cache" if "cache" in names else "past_key_values"
+
+
+def causal_model_class(config: Any) -> type | None:
+    """Returns the class that `AutoModelForCausalLM` makes of a configuration, or `None` if it does not know it.
+
+    Args:
+        config (`PreTrainedConfig`):
+            A configuration.
+    """
+    mapping = AutoModelForCausalLM._model_mapping
+    return mapping[type(config)] if type(config) in mapping else None
 
 
 def cache_layer_tensors(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:

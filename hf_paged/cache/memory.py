@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -113,11 +114,8 @@ def move_weights_to_huge_pages(model: torch.nn.Module) -> int:
     Returns:
         `int`: Bytes moved; 0 where there are no huge pages.
     """
-    tensors: dict[int, torch.Tensor] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if _movable(tensor):
-            tensors.setdefault(id(tensor), tensor)
-    total = HugeRegion.room_for([t.numel() * t.element_size() for t in tensors.values()])
+    tensors = _movable({id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values())
+    total = HugeRegion.room_for([t.numel() * t.element_size() for t in tensors])
     if total < _HUGE_PAGE or not huge_pages_available():
         return 0
     try:
@@ -126,18 +124,31 @@ def move_weights_to_huge_pages(model: torch.nn.Module) -> int:
         logger.info("Weights stay on ordinary pages: no huge pages (%s).", error)
         return 0
     with torch.no_grad():
-        for tensor in tensors.values():
+        for tensor in tensors:
             moved = region.carve(tuple(tensor.shape), tensor.dtype)
             moved.copy_(tensor)
             tensor.data = moved
     return total
 
 
-def _movable(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    owns = plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
-    # A view into a larger storage is left alone: its other views would be cut off.
-    return owns and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+def _movable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that fill a storage by themselves; what shares one, whole or in part, would be cut off from the rest."""
+    plain = [
+        tensor
+        for tensor in tensors
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+    ]
+    users = collections.Counter(tensor.untyped_storage().data_ptr() for tensor in plain)
+    return [
+        tensor
+        for tensor in plain
+        if tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        and users[tensor.untyped_storage().data_ptr()] == 1
+    ]
 
 
 def free_memory(device: torch.device) -> int:
@@ -223,5 +234,6 @@ def accelerator_budget(
     return MemoryBudget(
         max(min(room, useful_bytes), 0),
         f"`gpu_memory_utilization` {gpu_memory_utilization} of {total / _GIB:.2f} GiB, less "
-        f"{(total - free) / _GIB:.2f} GiB in use (weights and other programs) and {activation_bytes / _GIB:.2f} GiB for a step's activations",
+        f"{(total - free) / _GIB:.2f} GiB in use (weights and other programs) and "
+        f"{activation_bytes / _GIB:.2f} GiB for a step's activations",
     )

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .. import compat
 from ..errors import ConfigurationError, UnsupportedModelError
 from .block_pool import BlockPool
 
@@ -50,8 +51,8 @@ class PagedLayer(CacheLayerMixin):
                 `[batch, num_kv_heads, tokens, Dv]`.
         """
         blocks, size = self.owner.num_blocks, self.owner.block_size
-        self.key_blocks = key_states.new_zeros(blocks, key_states.shape[1], size, key_states.shape[3])
-        self.value_blocks = value_states.new_zeros(blocks, value_states.shape[1], size, value_states.shape[3])
+        self.key_blocks = _zeros_like(key_states, (blocks, key_states.shape[1], size, key_states.shape[3]))
+        self.value_blocks = _zeros_like(value_states, (blocks, value_states.shape[1], size, value_states.shape[3]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -141,9 +142,15 @@ class PagedLayer(CacheLayerMixin):
         for name in ("key_blocks", "value_blocks"):
             blocks = getattr(self, name)
             if blocks is not None:
-                larger = blocks.new_zeros(num_blocks, *blocks.shape[1:])
+                larger = _zeros_like(blocks, (num_blocks, *blocks.shape[1:]))
                 larger[: blocks.shape[0]] = blocks
                 setattr(self, name, larger)
+
+
+def _zeros_like(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Makes blocks that can be written to inside and outside of inference mode, wherever the first call was."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class PagedCache(Cache):
@@ -189,6 +196,10 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         if config is not None:
             text_config = config.get_text_config(decoder=True)
+            if getattr(compat.causal_model_class(text_config), "_is_stateful", False):
+                raise UnsupportedModelError(
+                    f"Models of {type(text_config).__name__} keep a recurrent state; a PagedCache holds keys and values."
+                )
             for i, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
                 if not layer_type.endswith("attention") or layer_type == "linear_attention":
                     raise UnsupportedModelError(
@@ -361,13 +372,13 @@ class PagedCache(Cache):
             layer.length = min(layer.length, keep)
 
     def reset(self) -> None:
-        """Forgets all tokens and frees all blocks."""
-        for table in self.tables:
-            self._pool.free(table)
+        """Forgets all tokens and frees all blocks, and their memory."""
+        self._pool = BlockPool(_FIRST_SLAB)
         self.tables = []
         self._table_tensor = None
         for layer in self.layers:
             layer.length = 0
+            layer.key_blocks = layer.value_blocks = None
 
     @property
     def batch_size(self) -> int:

@@ -172,6 +172,9 @@ class StepLayer(CacheLayerMixin):
             )
         self.view.unattended = None
         self.view.num_attended += 1
+        num_rows, token_rows = query.shape[0], self.metadata.token_rows
+        if token_rows is not None:
+            query, key, value = (states.index_select(0, token_rows) for states in (query, key, value))
         backend.store(key, value, spec.key_cache, spec.value_cache, self.metadata)
         output = backend.attend(
             query,
@@ -184,7 +187,9 @@ class StepLayer(CacheLayerMixin):
             sinks=request.sinks,
         )
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
-        return output
+        if token_rows is None:
+            return output
+        return output.new_zeros(num_rows, *output.shape[1:]).index_copy_(0, token_rows, output)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing: the blocks exist.

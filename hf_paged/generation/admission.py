@@ -195,7 +195,8 @@ def make_group(
     room = limits.plan.max_model_len - len(tokens)
     stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
     # Without a seed of its own a request draws one, so that `torch.manual_seed` makes a whole program repeatable.
-    seed = params.seed if params.seed is not None else int(torch.randint(2**63 - 1, ()).item())
+    drawn = params.seed is None and not params.greedy
+    seed = int(torch.randint(2**63 - 1, ()).item()) if drawn else params.seed or 0
     return RequestGroup(
         group_id,
         [

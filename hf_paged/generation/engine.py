@@ -694,6 +694,7 @@ class Engine:
                 block_size=plan.block_size,
                 max_num_seqs=plan.max_num_seqs,
                 max_model_len=plan.max_model_len,
+                tiled=plan.call_layout == "tiles",
             )
         return self._runner
 

@@ -10,6 +10,8 @@ import torch
 from ..kernels.metadata import PagedAttentionMetadata
 from .step import ScheduledRequest, SchedulerOutput
 
+TILE = 16  # tokens in the row of a batch-invariant call
+
 
 @dataclasses.dataclass(slots=True)
 class ModelInputs:
@@ -151,6 +153,53 @@ class InputBatch:
             tuple(metadata),
             self._to_device(indices),
             prompt_rows,
+        )
+
+    def build_tile(self, share: ScheduledRequest, start: int, count: int) -> ModelInputs:
+        """Builds the inputs of a call for some tokens of one request, in a row that is always `TILE` tokens wide.
+
+        A token's place in the row is its position modulo `TILE`, whichever of its neighbours are computed in the same
+        call, and attention sees every token as a request of its own: so its result depends on its context alone.
+
+        Args:
+            share (`ScheduledRequest`):
+                Whose.
+            start (`int`):
+                Position of the first token.
+            count (`int`):
+                How many tokens, not reaching past the next multiple of `TILE`.
+        """
+        row, offset = self._rows[share.request_id], start % TILE
+        assert offset + count <= TILE, "a tile ends at a multiple of its size"
+        positions = np.arange(start, start + count)
+        seq_lens = (positions + 1).astype(np.int32)
+        num_blocks = -(-int(seq_lens[-1]) // self.block_size)
+        input_ids = np.zeros(TILE, dtype=np.int64)
+        input_ids[offset : offset + count] = self.token_ids[row, positions]
+        limit = self.token_ids.shape[1] - 2
+        metadata = tuple(
+            PagedAttentionMetadata(
+                block_tables=self._to_device(np.repeat(table[row : row + 1, :num_blocks], count, axis=0)),
+                slot_mapping=self._to_device(
+                    table[row, positions // self.block_size].astype(np.int64) * self.block_size
+                    + positions % self.block_size
+                ),
+                cu_seqlens_q=self._to_device(np.arange(count + 1, dtype=np.int32)),
+                seq_lens=self._to_device(seq_lens),
+                query_lens_host=np.ones(count, dtype=np.int32),
+                seq_lens_host=seq_lens,
+                num_decodes=count,
+                block_size=self.block_size,
+                token_rows=self._to_device(np.arange(offset, offset + count)),
+            )
+            for table in self.block_tables
+        )
+        return ModelInputs(
+            self._to_device(input_ids)[None],
+            self._to_device(np.minimum(np.arange(start - offset, start - offset + TILE), limit))[None],
+            metadata,
+            self._to_device(np.arange(TILE)),
+            {},
         )
 
     def _logits_rows(self, shares, order, starts, ends) -> tuple[np.ndarray, dict[str, tuple[int, int]]]:

@@ -255,6 +255,9 @@ def page_model(model: Any, config: PagedConfig) -> None:
         except (UnsupportedModelError, UnsupportedAttentionError) as error:
             refusal = model._paged_refusal = str(error)
             model.set_attn_implementation(before)
+        except BaseException:
+            model.unpaged()
+            raise
     if refusal is not None:
         logger.warning("%s It runs through Transformers' own loop, with Transformers' own cache.", refusal)
 

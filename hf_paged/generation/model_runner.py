@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
+from typing import Any
 
 import torch
 
 from .. import compat
 from ..cache.memory import allocate
 from ..cache.step_cache import StepCache, StepLayerSpec
+from ..errors import EngineClosedError
 from ..kernels.base import PagedAttentionBackend
 from ..modeling.layer_groups import LayerGroup
-from .input_batch import InputBatch
+from .input_batch import TILE, InputBatch, ModelInputs
 from .outputs import StepResult
 from .step import SchedulerOutput
 
@@ -118,6 +121,8 @@ class ModelRunner:
             Requests at most.
         max_model_len (`int`):
             Tokens of a request at most.
+        tiled (`bool`, defaults to `False`):
+            Compute every request in calls of its own, of one width, so that its logits do not depend on others.
     """
 
     def __init__(
@@ -130,8 +135,11 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        tiled: bool = False,
     ):
-        self.model = model
+        # Weak: the engine is kept alive by its model, which would never be freed if it were kept alive in turn.
+        self._model = weakref.ref(model)
+        self.tiled = tiled
         self.pools = [KVPool(group, num_blocks, block_size) for group in groups]
         layers = [
             StepLayerSpec(layer.layer_idx, group_idx, pool.keys[i], pool.values[i], layer.window)
@@ -142,6 +150,18 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")
+
+    @property
+    def model(self) -> Any:
+        """Returns the model.
+
+        Raises:
+            EngineClosedError: If it was deleted.
+        """
+        model = self._model()
+        if model is None:
+            raise EngineClosedError("The engine's model was deleted; keep a reference to it while using its engine.")
+        return model
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> StepHandle:
@@ -156,13 +176,19 @@ class ModelRunner:
         """
         started = time.perf_counter()
         self.batch.apply(output)
-        inputs = self.batch.build(output)
         for pool, blocks in zip(self.pools, output.cleared_blocks, strict=False):
             pool.clear(blocks)
         for pool, pairs in zip(self.pools, output.block_copies, strict=False):
             pool.copy(pairs)
+        if self.tiled:
+            return self._launch_tiles(output)
+        inputs = self.batch.build(output)
         self.cache.begin(inputs.metadata)
         seconds_inputs = time.perf_counter() - started
+        return StepHandle(output, self._call(inputs), inputs.prompt_rows, seconds_inputs)
+
+    def _call(self, inputs: ModelInputs) -> torch.Tensor:
+        """One model call, over a view that has begun; returns the logits of the wanted tokens."""
         keep = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
         result = self.model(
             input_ids=inputs.input_ids,
@@ -172,8 +198,29 @@ class ModelRunner:
             **{self._cache_argument: self.cache},
         )
         self.cache.end()
-        logits = result.logits[0] if keep else result.logits[0, inputs.logits_indices]
-        return StepHandle(output, logits, inputs.prompt_rows, seconds_inputs)
+        return result.logits[0] if keep else result.logits[0, inputs.logits_indices]
+
+    def _launch_tiles(self, output: SchedulerOutput) -> StepHandle:
+        """The batch-invariant way: every share in calls of its own, of one width."""
+        sampled: list[torch.Tensor] = []
+        prompts: dict[str, list[torch.Tensor]] = {}
+        for share in output.scheduled:
+            start, end = share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens
+            while start < end:
+                count = min(end, (start // TILE + 1) * TILE) - start
+                inputs = self.batch.build_tile(share, start, count)
+                self.cache.begin(inputs.metadata)
+                logits = self._call(inputs)[start % TILE : start % TILE + count]
+                if share.prompt_logits:
+                    prompts.setdefault(share.request_id, []).append(logits)
+                start += count
+            if share.sample_ids:
+                sampled.append(logits[-1:])
+        prompt_rows, first = {}, len(sampled)
+        for request_id, rows in prompts.items():
+            prompt_rows[request_id] = (first, first := first + sum(len(logits) for logits in rows))
+            sampled += rows
+        return StepHandle(output, torch.cat(sampled) if sampled else torch.empty(0), prompt_rows, 0.0)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step and returns what it computed.

@@ -42,7 +42,7 @@ class EnginePlan:
         rejected_backends (`dict[str, str]`):
             Backends that were passed over, and why.
         call_layout (`str`):
-            `"flat"`: all tokens of a step in one row.
+            `"flat"`: all tokens of a step in one call; `"tiles"`: each request in calls of its own (batch-invariant).
         num_layers (`int`):
             Layers that store K/V.
         block_size (`int`):
@@ -227,7 +227,7 @@ def make_plan(
         dtype=str(groups[0].layers[0].dtype).removeprefix("torch."),
         attn_backend=attn_backend,
         rejected_backends=rejected_backends,
-        call_layout="flat",
+        call_layout="tiles" if config.batch_invariant else "flat",
         num_layers=sum(len(group.layers) for group in groups),
         block_size=block_size,
         num_blocks=num_blocks,

@@ -43,7 +43,9 @@ def check_against_stock(
     device = groups[0].device
     first = [(7 * i + 3) % vocab for i in range(block_size + 3)]
     second = [(5 * i + 2) % vocab for i in range(5)]
-    blocks = tuple(tuple(range(2)) for _ in groups), tuple((2,) for _ in groups)
+    counts = [math.ceil(len(tokens) / block_size) for tokens in (first, second)]
+    ids = tuple(range(counts[0])), tuple(range(counts[0], sum(counts)))
+    blocks = tuple(tuple(block_ids for _ in groups) for block_ids in ids)
     steps = [
         SchedulerOutput(
             0,
@@ -62,7 +64,13 @@ def check_against_stock(
     ]
     try:
         runner = ModelRunner(
-            model, groups, backend, num_blocks=3, block_size=block_size, max_num_seqs=2, max_model_len=2 * block_size
+            model,
+            groups,
+            backend,
+            num_blocks=sum(counts),
+            block_size=block_size,
+            max_num_seqs=2,
+            max_model_len=max(counts) * block_size,
         )
         logits = [runner.collect(runner.launch(step)).logits for step in steps][-1]
         stock = [

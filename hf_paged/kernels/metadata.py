@@ -42,6 +42,9 @@ class PagedAttentionMetadata:
             How many requests at the front have exactly one new token.
         block_size (`int`):
             Tokens per block.
+        token_rows (`torch.Tensor`, *optional*):
+            int64 `[num_tokens]`, where the new tokens lie in the model's row if that holds padding as well; by default
+            they are all of it.
         prepared (`dict[str, Any]`):
             What a backend computed once for this step, under keys of its own (index tensors, masks, buckets).
             All layers of the step share it.
@@ -55,6 +58,7 @@ class PagedAttentionMetadata:
     seq_lens_host: np.ndarray
     num_decodes: int
     block_size: int
+    token_rows: torch.Tensor | None = None
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -78,7 +78,7 @@ def test_token_budgets(stock, prompts, expected, params, budget):
 
 
 def test_pool_so_small_that_requests_are_preempted(stock, prompts, expected, params):
-    engine = page(stock, num_blocks=40, max_num_batched_tokens=256)
+    engine = page(stock, num_blocks=40, block_size=8, max_num_batched_tokens=256)
     assert answers(engine.generate(prompts, params)) == expected
     assert engine.stats().num_preemptions >= 20
     assert engine.stats().peak_blocks_held <= 40

@@ -210,7 +210,10 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
     ) as manager:
         for index, (prompt, length) in enumerate(zip(chosen.prompts, chosen.output_lengths, strict=True)):
             manager.add_request(prompt, str(index), max_new_tokens=length, streaming=True, eos_token_id=-1)
-        while usage.num_tokens < chosen.num_output_tokens and time.perf_counter() < begin + budget:
+        # Without a single token nothing could be extrapolated.
+        while usage.num_tokens < chosen.num_output_tokens and (
+            time.perf_counter() < begin + budget or not usage.num_tokens
+        ):
             output = manager.get_result(timeout=1)
             if output is None:
                 if not manager.is_running():

@@ -1,0 +1,21 @@
+"""Tiny models on a paged engine, and how much an engine still holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_paged import AutoPagedModelForCausalLM, PagedConfig
+from tests.families import tiny_model
+
+
+def paged(family: str = "llama", *, overrides: dict[str, Any] | None = None, **config: Any) -> Any:
+    """A fresh tiny model of a family, paged; keyword arguments are `PagedConfig` fields."""
+    model = tiny_model(family, **(overrides or {}))
+    return AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(**config))
+
+
+def assert_idle(engine: Any) -> None:
+    """Nothing is left of earlier requests: no live request, no held block."""
+    assert not engine.has_unfinished
+    assert not engine.scheduler.requests
+    assert engine._block_manager.num_blocks_held == 0

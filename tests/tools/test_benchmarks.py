@@ -1,0 +1,102 @@
+"""Every benchmark runs on a tiny model and reports what it promises; so does the demo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged.configuration import PagedConfig
+from hf_paged.errors import ConfigurationError, InvalidRequestError, UnknownNameError
+from hf_paged.tools.bench import BENCHMARK_HELP
+from hf_paged.tools.bench import session as session_module
+from hf_paged.tools.bench.report import Column, Report, median_row, output_console, percent
+from hf_paged.tools.bench.session import BenchOptions, run_benchmark
+from hf_paged.tools.demo import run_demo
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    """The probe of 512 MiB is tested elsewhere."""
+    monkeypatch.setattr(session_module.BenchSession, "bandwidth", lambda self: 10e9)
+    monkeypatch.setattr("hf_paged.tools.bench.step.NUM_WAITING", 1000)
+
+
+def options(model: Path, **changes) -> BenchOptions:
+    config = PagedConfig(cpu_kv_cache_gib=0.05)
+    return BenchOptions(**{"model": str(model), "runs": 1, "count": 2, "dtype": "float32", "config": config} | changes)
+
+
+@pytest.mark.parametrize("name", BENCHMARK_HELP)
+def test_a_benchmark_reports_its_figures(name: str, tiny_checkpoint: Path):
+    report = run_benchmark(name, options(tiny_checkpoint))
+    assert report.rows and report.rows[0]["read_bandwidth"] == 10e9
+    assert report.details["benchmark"] == name and report.details["machine"]["num_cores"] >= 1
+    json.dumps(report.to_dict())
+    if name == "step":
+        assert {row["system"] for row in report.rows} == {"greedy", "top-k 50, top-p 0.9"}
+        assert all(row["num_running"] == 2 and row["overhead_seconds"] > 0 for row in report.rows)
+        assert report.details["schedule_long_queue_seconds"] > 0
+    else:
+        ours = report.rows[0]
+        assert ours["system"] == "hf_paged" and ours["output_tokens_per_s"] > 0 and ours["floor_seconds"] > 0
+        assert 0 <= ours["kv_waste"] < 0.5 and 0 < ours["kv_bytes_used"] <= ours["kv_bytes_held"]
+
+
+def test_the_prefix_benchmark_counts_what_was_reused(tiny_checkpoint: Path):
+    ours = run_benchmark("prefix", options(tiny_checkpoint, count=4, runs=2)).rows[0]
+    # The first request computes the shared 512 tokens, the three others find them; a second run starts cold again.
+    assert ours["num_cached_tokens"] == 3 * 512
+
+
+def test_transformers_is_measured_in_turns_on_the_same_requests(tiny_checkpoint: Path):
+    report = run_benchmark("throughput", options(tiny_checkpoint, compare="transformers", runs=2))
+    systems = [row["system"] for row in report.rows]
+    assert systems[0] == "hf_paged" and len(systems) == 4
+    for row in report.rows[1:]:
+        assert row["speedup"] == pytest.approx(report.rows[0]["output_tokens_per_s"] / row["output_tokens_per_s"])
+    assert all(len(measured) == 2 for measured in report.details["every_run"].values())
+
+
+def test_impossible_options_are_refused_before_anything_is_loaded(tiny_checkpoint: Path):
+    with pytest.raises(UnknownNameError, match="transformers"):
+        options(tiny_checkpoint, compare="somebody")
+    with pytest.raises(ConfigurationError, match="dtype"):
+        options(tiny_checkpoint, dtype="bf17")
+    with pytest.raises(UnknownNameError, match="throughput"):
+        run_benchmark("nothing", options(tiny_checkpoint))
+
+
+def test_a_workload_that_does_not_fit_the_model_is_refused(tiny_checkpoint: Path):
+    with pytest.raises(InvalidRequestError, match="`max_model_len`"):
+        run_benchmark("long", options(tiny_checkpoint, config=PagedConfig(max_model_len=1000)))
+
+
+def test_the_demo_shows_answers_and_a_table(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "demo.json"
+    run_demo(str(tiny_checkpoint), file, count=4)
+    out = capsys.readouterr().out
+    assert out.count("> ") >= 3, "three questions with their answers"
+    for system in ("one by one", "static padded", "generate_batch", "hf_paged"):
+        assert system in out
+    figures = json.loads(file.read_text())
+    for name in ("speedup_one_by_one", "speedup_static_batch", "speedup_generate_batch", "output_tokens_per_s"):
+        assert figures[name] > 0
+    assert 0 <= figures["kv_waste_percent"] < 50
+    assert figures["bandwidth"]["ordinary_pages"] > 0
+    assert torch.get_num_threads() == figures["machine"]["num_threads"]
+
+
+def test_a_table_leaves_out_columns_without_values(capsys: pytest.CaptureFixture[str]):
+    columns = [Column("system", "system"), Column("a", "first"), Column("b", "second", percent)]
+    report = Report("title", columns, [{"system": "x", "a": None, "b": 0.5}, {"system": "y", "b": None}], ["a note"])
+    report.print(output_console())
+    out = capsys.readouterr().out
+    assert "50.0 %" in out and "second" in out and "first" not in out and "a note" in out
+
+
+def test_medians_of_numbers_and_the_last_of_words():
+    rows = [{"n": 1, "w": "a", "x": None}, {"n": 5, "w": "b", "x": 2}, {"n": 3, "w": "c", "x": 2}]
+    assert median_row(rows) == {"n": 3, "w": "c", "x": 2}
