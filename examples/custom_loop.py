@@ -19,6 +19,7 @@ prompt = tokenizer("The old lighthouse keeper opened the door and saw", return_t
 
 cache = PagedCache(model.config, block_size=4)
 with torch.inference_mode():
+    # Transformers 5.24 calls the argument `cache`, and warns that the older name will go.
     logits = model(prompt, past_key_values=cache).logits[:, -1]
     print(f"{prompt.shape[1]} prompt tokens, {cache.num_blocks_held} blocks")
 

@@ -31,6 +31,7 @@ _ERRORS = (
     "HfPagedError",
     "InvalidRequestError",
     "InvalidTokenError",
+    "MissingDependencyError",
     "NonFiniteLogitsError",
     "NotEnoughMemoryError",
     "NotSupportedError",

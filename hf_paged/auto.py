@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class AutoPagedModelForCausalLM:
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str,
+        name_or_path: str | os.PathLike,
         *,
         paged_config: PagedConfig | None = None,
         tensor_parallel_size: int | None = None,
@@ -51,7 +52,7 @@ class AutoPagedModelForCausalLM:
         """Loads a model as `AutoModelForCausalLM.from_pretrained` does and gives it a paged engine.
 
         Args:
-            name_or_path (`str`):
+            name_or_path (`str` or `os.PathLike`):
                 Name on the Hub, or a folder.
             paged_config (`PagedConfig`, *optional*):
                 Settings of the engine.
@@ -65,23 +66,25 @@ class AutoPagedModelForCausalLM:
                 safetensors (or GGUF) only, unless `use_safetensors=False` asks for pickle files.
 
         Returns:
-            The model; an instance of its own class and of `PagedGenerationMixin`.
+            The model; an instance of its own class and of `PagedGenerationMixin`. With `output_loading_info=True` a
+            pair of it and the information, as in Transformers.
 
         Raises:
             UnsupportedModelError: If it is no causal language model.
             NotSupportedError: If something was asked for that is not built yet.
             ConfigurationError: If `paged_config` is not a `PagedConfig`.
         """
-        _refuse_reserved(tensor_parallel_size, quantize)
+        refuse_reserved(tensor_parallel_size, quantize)
         _check_config(paged_config)
         from transformers import AutoModelForCausalLM
 
         from .cache.memory import move_weights_to_huge_pages
 
-        if kwargs.get("gguf_file") is None:
-            kwargs.setdefault("use_safetensors", True)
+        safe_only = kwargs.get("gguf_file") is None and kwargs.get("use_safetensors") is None
+        if safe_only:
+            kwargs["use_safetensors"] = True
         try:
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+            loaded = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
@@ -89,8 +92,17 @@ class AutoPagedModelForCausalLM:
                 f"{name_or_path!r} is no decoder-only language model, which is all that the paged engine runs "
                 f"(AutoModelForCausalLM does not know its configuration: {str(error).splitlines()[0]})"
             ) from error
+        except OSError as error:
+            if safe_only and any(name in str(error) for name in ("safetensors", "pytorch_model.bin")):
+                raise OSError(
+                    f"{error} Only safetensors files are read unless pickle files, which can run code of their author, "
+                    "are asked for: `use_safetensors=False`."
+                ) from error
+            raise
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         move_weights_to_huge_pages(model)
-        return cls.from_model(model, paged_config=paged_config)
+        model = cls.from_model(model, paged_config=paged_config)
+        return (model, *info) if info else model
 
     @classmethod
     def from_model(cls, model: Any, *, paged_config: PagedConfig | None = None) -> Any:
@@ -123,7 +135,8 @@ class AutoPagedModelForCausalLM:
                 f"`model` must be a PreTrainedModel of Transformers, got {type(model).__name__}; "
                 "load names and folders with `from_pretrained`."
             )
-        if getattr(inner.config, "is_encoder_decoder", False) or inner.get_output_embeddings() is None:
+        generates = inner.can_generate() and inner.get_output_embeddings() is not None
+        if getattr(inner.config, "is_encoder_decoder", False) or not generates:
             raise UnsupportedModelError(
                 f"{type(inner).__name__} is no decoder-only language model, which is all that the paged engine runs."
             )
@@ -136,7 +149,19 @@ def _check_config(paged_config: Any) -> None:
         raise ConfigurationError(f"`paged_config` must be a PagedConfig, got {type(paged_config).__name__}.")
 
 
-def _refuse_reserved(tensor_parallel_size: int | None, quantize: str | None) -> None:
+def refuse_reserved(tensor_parallel_size: int | None, quantize: str | None) -> None:
+    """Refuses what has a name already and is not built yet.
+
+    Args:
+        tensor_parallel_size (`int`, *optional*):
+            Only 1 is built.
+        quantize (`str`, *optional*):
+            None is built.
+
+    Raises:
+        NotSupportedError: If it is not built.
+        ConfigurationError: If it makes no sense.
+    """
     if tensor_parallel_size is not None and (
         isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1
     ):

@@ -89,8 +89,8 @@ def causal_model_class(config: Any) -> type | None:
         config (`PreTrainedConfig`):
             A configuration.
     """
-    mapping = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)] if type(config) in mapping else None
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    return mapping.get(type(config), None)
 
 
 def cache_layer_tensors(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:

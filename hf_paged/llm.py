@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from .auto import AutoPagedModelForCausalLM
+from .auto import AutoPagedModelForCausalLM, refuse_reserved
 from .configuration import PagedConfig
 from .errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
 from .generation.outputs import RequestOutput
@@ -74,18 +75,17 @@ class LLM:
         config = _paged_config(paged_config, kwargs)
         if quantization is not None:
             raise NotSupportedError(f"`quantization` {quantization!r} is not built yet.")
-        if isinstance(model, str):
+        if isinstance(model, (str, os.PathLike)):
             load = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
-            load = {name: value for name, value in load.items() if value not in (None, False)}
+            load = {name: value for name, value in load.items() if value is not None}
             self.model = AutoPagedModelForCausalLM.from_pretrained(
                 model, paged_config=config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, **load
             )
-            self.tokenizer = _load_tokenizer(tokenizer or model, load)
+            self.tokenizer = _load_tokenizer(model if tokenizer is None else tokenizer, load)
         else:
-            if kwargs:
-                raise TypeError(f"LLM got unexpected arguments for a model in memory: {sorted(kwargs)}")
-            self.model = model
-            self.tokenizer = _load_tokenizer(tokenizer or model.name_or_path, {})
+            refuse_reserved(tensor_parallel_size, None)
+            self.model = _page(model, config, dtype, kwargs)
+            self.tokenizer = _load_tokenizer(model.name_or_path if tokenizer is None else tokenizer, {})
         if self.model._paged_refusal is not None:
             raise UnsupportedModelError(self.model._paged_refusal)
         self.engine = self.model.engine
@@ -151,7 +151,8 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Answers conversations.
 
@@ -170,37 +171,37 @@ class LLM:
                 Whether the last message is to be continued.
             tools (`list[dict[str, Any]]`, *optional*):
                 Handed to the template.
-            template_kwargs (`Any`):
+            chat_template_kwargs (`Mapping[str, Any]`, *optional*):
                 Handed to the template.
+            lora_request (`Any`, *optional*):
+                Reserved; only `None`.
 
         Returns:
             `list[RequestOutput]`: In input order.
 
         Raises:
-            InvalidRequestError: If there is no message, or no chat template.
+            InvalidRequestError: If there is no message or no chat template, or the template refuses the messages.
+            NotSupportedError: If a message holds something other than text.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages or ())
-        if not conversations or not all(conversations):
-            raise InvalidRequestError("`messages` is empty; a conversation needs at least one message.")
+        conversations = _as_conversations(messages)
         if chat_template is None and self.tokenizer.chat_template is None:
             raise InvalidRequestError("The tokenizer has no chat template; pass `chat_template=`, or use `generate`.")
-        texts = [
-            self.tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                tokenize=False,
-                **template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        template = {
+            **(chat_template_kwargs or {}),
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        try:
+            texts = [self.tokenizer.apply_chat_template(c, tokenize=False, **template) for c in conversations]
+        except Exception as error:  # templates refuse in many ways
+            raise InvalidRequestError(f"The chat template refused `messages`: {error}") from error
         prompts = [
             {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
             for text in texts
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer."""
@@ -265,6 +266,31 @@ def _as_prompts(prompts: Any) -> list[Any]:
     return prompts
 
 
+def _as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """Returns a list of conversations whose messages have plain texts."""
+    if not messages or not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidRequestError(
+            f"`messages` must be a list of messages or of such lists, not empty; got {messages!r}."
+        )
+    conversations = [messages] if isinstance(messages[0], dict) else list(messages)
+    for conversation in conversations:
+        if not conversation or not all(isinstance(message, dict) and "role" in message for message in conversation):
+            raise InvalidRequestError(
+                f"A conversation is a list of messages with `role` and `content`, got {conversation!r}."
+            )
+    return [[_as_text(message) for message in conversation] for conversation in conversations]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise NotSupportedError(f"A message may hold text only so far, not {part!r}.")
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
 def _paged_config(paged_config: PagedConfig | None, kwargs: dict[str, Any]) -> PagedConfig:
     """Takes the engine's settings out of the keyword arguments."""
     names = set(PagedConfig().to_dict())
@@ -277,9 +303,22 @@ def _paged_config(paged_config: PagedConfig | None, kwargs: dict[str, Any]) -> P
     return paged_config
 
 
+def _page(model: Any, config: PagedConfig, dtype: Any, kwargs: dict[str, Any]) -> Any:
+    """Takes a model in memory as it is; one that is not paged, or shall have other settings, is paged."""
+    if kwargs:
+        raise TypeError(f"LLM got unexpected arguments for a model in memory: {sorted(kwargs)}")
+    if dtype not in ("auto", getattr(model, "dtype", None)):
+        raise InvalidRequestError(f"`dtype` {dtype} is for loading; a model in memory has {model.dtype} already.")
+    if hasattr(model, "_paged_config") and config == PagedConfig():
+        return model
+    return AutoPagedModelForCausalLM.from_model(model, paged_config=config)
+
+
 def _load_tokenizer(tokenizer: Any, load: dict[str, Any]) -> Any:
-    if not isinstance(tokenizer, str):
+    if not isinstance(tokenizer, (str, os.PathLike)):
         return tokenizer
+    if not tokenizer:
+        raise InvalidRequestError("`tokenizer` is needed: the model in memory was not loaded from a name or a folder.")
     from transformers import AutoTokenizer
 
     names = ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file", "subfolder", "local_files_only")

@@ -198,7 +198,7 @@ class PagedCache(Cache):
             text_config = config.get_text_config(decoder=True)
             if getattr(compat.causal_model_class(text_config), "_is_stateful", False):
                 raise UnsupportedModelError(
-                    f"Models of {type(text_config).__name__} keep a recurrent state; a PagedCache holds keys and values."
+                    f"Models of {type(text_config).__name__} keep a recurrent state; a PagedCache holds K/V."
                 )
             for i, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
                 if not layer_type.endswith("attention") or layer_type == "linear_attention":

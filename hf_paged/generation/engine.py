@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -27,6 +28,7 @@ from ..errors import (
     EngineError,
     InvalidRequestError,
     NonFiniteLogitsError,
+    NotSupportedError,
     QueueFullError,
     RequestAbortedError,
     StepFailedError,
@@ -35,11 +37,12 @@ from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
+from .coverage import dropout_of, tuner_layers
 from .model_runner import ModelRunner
 from .outputs import RequestOutput, SamplerOutput, StepResult
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
-from .probe import activation_bytes, check_against_stock
+from .probe import activation_bytes, check_against_stock, evaluating
 from .request import FinishReason, Request
 from .sampling.logprobs import prompt_logprobs
 from .sampling.params import SamplingParams
@@ -78,25 +81,26 @@ class Engine:
         self._model = weakref.ref(model)
         policy = SCHEDULING_POLICIES.get(self.config.scheduling_policy)
         inspect_configuration(model)
-        self._groups = find_layers(model)
-        block_size = default_block_size(self.config)
-        spec = attention_spec(self._groups, block_size, self.config.batch_invariant)
-        self.backend = select_backend(spec, self.config.attn_backend)
-        rejected = {d.name: d.reason for d in describe_backends(spec) if d.reason and d.name != self.backend.name}
-        check_against_stock(model, self._groups, self.backend, block_size)
-        self.plan = make_plan(
-            model,
-            self._groups,
-            self.config,
-            attn_backend=self.backend.name,
-            rejected_backends=rejected,
-            activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
-        )
+        with evaluating(model):
+            self._groups = find_layers(model)
+            block_size = default_block_size(self.config)
+            spec = attention_spec(self._groups, block_size, self.config.batch_invariant)
+            self.backend = select_backend(spec, self.config.attn_backend)
+            rejected = {d.name: d.reason for d in describe_backends(spec) if d.reason and d.name != self.backend.name}
+            check_against_stock(model, self._groups, self.backend, block_size)
+            self.plan = make_plan(
+                model,
+                self._groups,
+                self.config,
+                attn_backend=self.backend.name,
+                rejected_backends=rejected,
+                activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
+            )
         self.limits = Limits(
             self.plan,
             num_embeddings(model),
             model.config.get_text_config(decoder=True).vocab_size,
-            frozenset(_as_list(model.generation_config.eos_token_id)),
+            _eos_token_ids(model),
         )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self._policy = policy
@@ -162,9 +166,7 @@ class Engine:
         """
         self._check_usable()
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
-        params = self.resolve(params)
-        tokens = check_prompt(prompt_token_ids, self.limits)
-        check_params(params, self.limits, tokenizer)
+        tokens, params = self._checked(prompt_token_ids, params, tokenizer)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"`priority` must be a whole number, got {priority!r}.")
         if params.bad_words:
@@ -172,7 +174,7 @@ class Engine:
         group = make_group(
             tokens,
             params,
-            self.limits,
+            dataclasses.replace(self.limits, eos_token_ids=_eos_token_ids(self.model)),
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,
@@ -196,11 +198,23 @@ class Engine:
         Raises:
             InvalidRequestError: If something is wrong with the request; says what, and the limit.
         """
-        params = self.resolve(params)
-        tokens = check_prompt(prompt_token_ids, self.limits)
-        check_params(params, self.limits, self.tokenizer)
+        tokens, params = self._checked(prompt_token_ids, params, self.tokenizer)
         if exact_room and params.max_tokens is not None:
             check_room(len(tokens), params.max_tokens, self.plan)
+
+    def _checked(
+        self, prompt_token_ids: Any, params: SamplingParams | None, tokenizer: Any
+    ) -> tuple[list[int], SamplingParams]:
+        dropout = dropout_of(self.model)
+        if dropout is not None:
+            raise NotSupportedError(
+                f"The model is in training mode and drops out (`{dropout}`), which the engine does not do; call "
+                "`model.eval()` first."
+            )
+        params = self.resolve(params)
+        tokens = check_prompt(prompt_token_ids, self.limits)
+        check_params(params, self.limits, tokenizer)
+        return tokens, params
 
     def resolve(self, params: SamplingParams | None) -> SamplingParams:
         """Returns parameters whose open fields come from the model's generation configuration.
@@ -432,10 +446,11 @@ class Engine:
             raise
         sampled = time.perf_counter()
         try:
-            for request, error in refused:
-                self._fail(request, error)
+            for request, why in refused:
+                self._fail(request, why)
             self._collect(output, requests, choice)
             for request, _ in refused:
+                assert request.group is not None, "every request belongs to a group"
                 self._settle(request.group.context)
         except BaseException as error:
             self._start_over(error)
@@ -726,25 +741,21 @@ def _non_finite(request: Request) -> NonFiniteLogitsError:
     )
 
 
-def _as_list(value: Any) -> list[int]:
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    value = model.generation_config.eos_token_id
     if value is None:
-        return []
-    return [int(value)] if isinstance(value, int) else [int(v) for v in value]
+        return frozenset()
+    return frozenset({int(value)} if isinstance(value, int) else map(int, value))
 
 
 def _fingerprint(model: torch.nn.Module) -> int:
     """A number that changes when weights are written in place, replaced, or an adapter is switched."""
-    parts: list[Any] = [getattr(module, "active_adapters", None) for module in _tuner_layers(model)]
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    parts: list[Any] = [getattr(module, name, None) for module in tuner_layers(model) for name in names]
     for parameter in model.parameters():
         version = 0 if parameter.is_inference() else parameter._version
         parts.append((parameter.data_ptr(), version))
     return hash(repr(parts))
-
-
-def _tuner_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    if getattr(model, "peft_config", None) is None and not hasattr(model, "_hf_peft_config_loaded"):
-        return
-    yield from (module for module in model.modules() if hasattr(module, "active_adapters"))
 
 
 __all__ = ["Engine", "RequestAbortedError", "sampling_defaults"]

