@@ -230,8 +230,12 @@ class LLM:
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             params = [given or SamplingParams()] * count
-        else:
+        elif isinstance(given, (list, tuple)):
             params = list(given)
+        else:
+            raise InvalidRequestError(
+                f"`sampling_params` must be a SamplingParams or a list of them, got {type(given).__name__}."
+            )
         if len(params) != count:
             raise InvalidRequestError(f"{count} prompts were given {len(params)} sampling parameters.")
         if self._seeds is not None:

@@ -56,6 +56,8 @@ class Allocation:
             The block that is written for the first time and not filled; empty if there is none.
         registered (`list[tuple[int, int]]`):
             (layer group, block_id) of the blocks that this step fills and that can be found from now on.
+        num_adopted_tokens (`int`):
+            Tokens in the first of the new blocks that others have computed.
     """
 
     num_blocks_before: int = 0
@@ -63,6 +65,7 @@ class Allocation:
     block_copies: Sequence[tuple[int, int]] = ()
     cleared_blocks: Sequence[int] = ()
     registered: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    num_adopted_tokens: int = 0
 
 
 UNCHANGED = Allocation()  # what most decoding steps need: nothing
@@ -306,6 +309,35 @@ class BlockManager:
         self._register(table, allocation, first, last)
         return allocation
 
+    def adopt_prefix(self, request: Request) -> None:
+        """Gives a request in the middle of its prompt the blocks that others have computed for it meanwhile.
+
+        Prompts with the same beginning that run at the same time then compute it together instead of each.
+
+        Args:
+            request (`Request`):
+                A running request; its `num_computed_tokens` moves past the blocks found.
+        """
+        table, start = self._tables[request.request_id], request.num_computed_tokens
+        first = start // self.block_size
+        if start % self.block_size or table.num_blocks != first or not table.cacheable or table.allocation is not None:
+            return
+        block_ids = [ids[first:] for ids in self.find_prefix(request).block_ids]
+        num_tokens = len(block_ids[0]) * self.block_size
+        if not num_tokens:
+            return
+        table.allocation = Allocation(first, num_adopted_tokens=num_tokens)
+        for pool, ids, found in zip(self.pools, table.block_ids, block_ids, strict=True):
+            pool.touch(found)
+            ids.extend(found)
+        table.allocation.new_block_ids = block_ids
+        self._count_hits(table, num_tokens)
+        request.num_computed_tokens += num_tokens
+
+    def _count_hits(self, table: _BlockTable, num_tokens: int) -> None:
+        table.num_hit_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
+
     def commit(self, request: Request) -> None:
         """The step has run: its changes to a request's blocks stay.
 
@@ -327,15 +359,19 @@ class BlockManager:
             request (`Request`):
                 A request of the step.
         """
-        table = self._tables[request.request_id]
+        table = self._tables.get(request.request_id)
+        if table is None:
+            return
         allocation, table.allocation = table.allocation, None
         if allocation is None:
             return
         for group, block_id in allocation.registered:
             self.indexes[group].forget(block_id)
         for group, block_ids in enumerate(table.block_ids):
-            self.pools[group].free(block_ids[allocation.num_blocks_before :])
+            self.pools[group].free(block_ids[allocation.num_blocks_before :], self.indexes[group])
             del block_ids[allocation.num_blocks_before :]
+        request.num_computed_tokens -= allocation.num_adopted_tokens
+        self._count_hits(table, -allocation.num_adopted_tokens)
         for group, (source, destination) in enumerate(allocation.block_copies):
             block_ids = table.block_ids[group]
             block_ids[block_ids.index(destination)] = source

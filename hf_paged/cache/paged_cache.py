@@ -238,13 +238,13 @@ class PagedCache(Cache):
             self.layers.append(PagedLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def fill(self, rows: Sequence[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]], length: int) -> None:
+    def fill(self, rows: Sequence[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]], length: int) -> None:
         """Stores K/V that were computed elsewhere into an empty cache.
 
         Args:
-            rows (`Sequence[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]]`):
-                For each row the position of its first token, and per layer its keys and values
-                `[num_kv_heads, tokens, Dk or Dv]`. Other positions hold zeros.
+            rows (`Sequence[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]]`):
+                For each row the columns of its tokens, and per layer its keys and values
+                `[num_kv_heads, tokens, Dk or Dv]`. Other columns hold zeros.
             length (`int`):
                 Tokens of every row, padding included.
         """
@@ -253,9 +253,8 @@ class PagedCache(Cache):
             for side in (0, 1):
                 first = rows[0][1][layer_idx][side]
                 whole = first.new_zeros(len(rows), first.shape[0], length, first.shape[2])
-                for row, (start, layers) in enumerate(rows):
-                    tokens = layers[layer_idx][side]
-                    whole[row, :, start : start + tokens.shape[1]] = tokens
+                for row, (columns, layers) in enumerate(rows):
+                    whole[row, :, columns] = layers[layer_idx][side]
                 padded.append(whole)
             self.update(padded[0], padded[1], layer_idx)
 

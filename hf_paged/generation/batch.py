@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -14,14 +15,13 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from ..errors import InvalidRequestError, NotSupportedError
+from .admission import check_prompt
 from .answer import RequestState
-from .coverage import foreign_field, foreign_input
+from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
-from .hf_generate import banned_sequences, sampling_params
+from .hf_generate import banned_sequences, lengths_open, sampling_params
 from .outputs import GenerationOutput
 from .sampling.params import SamplingParams
-
-_DEFAULT_NEW_TOKENS = 20
 
 
 def run_batch(
@@ -60,9 +60,13 @@ def run_batch(
         NotSupportedError: If a field asks for something the engine does not run.
     """
     engine: Engine = model.engine
-    prompts = [_tokens_of(prompt, tokenizer) for prompt in inputs]
+    prompts = [check_prompt(_tokens_of(prompt, tokenizer), engine.limits) for prompt in _as_prompts(inputs)]
     configs = _configs(generation_config, len(prompts))
-    planned = [_plan(model, config, len(prompt), kwargs) for prompt, config in zip(prompts, configs, strict=True)]
+    settings = {id(config): _settings(model, config, kwargs) for config in configs}
+    planned = [
+        (settings[id(config)].params(len(prompt), engine.plan.max_model_len), settings[id(config)].banned)
+        for prompt, config in zip(prompts, configs, strict=True)
+    ]
     for prompt, (params, _) in zip(prompts, planned, strict=True):
         engine.check(prompt, params, exact_room=True)
     stamps: dict[int, list[float]] = collections.defaultdict(list)
@@ -103,6 +107,21 @@ def _results(states: Sequence[RequestState], stamps: dict[int, list[float]] | No
     return results
 
 
+def _as_prompts(inputs: Any) -> list[Any]:
+    """Returns the prompts of what a tokenizer or a user made: a list, a matrix, or a mapping with `input_ids`."""
+    if hasattr(inputs, "keys"):
+        mask = inputs.get("attention_mask")
+        inputs = inputs["input_ids"]
+        if mask is not None and isinstance(inputs, torch.Tensor):
+            found = rows_of(inputs, torch.as_tensor(mask))
+            if found is None:
+                raise InvalidRequestError("`attention_mask` has holes, or rows without a token.")
+            return found[0]
+    if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
+        raise InvalidRequestError(f"`inputs` must be a list of prompts, got {type(inputs).__name__}.")
+    return list(inputs)
+
+
 def _tokens_of(prompt: Any, tokenizer: Any) -> Any:
     if isinstance(prompt, str):
         return _need(tokenizer, prompt)(prompt)["input_ids"]
@@ -126,6 +145,10 @@ def _need(tokenizer: Any, prompt: Any) -> Any:
 def _configs(given: Any, count: int) -> list[GenerationConfig | None]:
     if given is None or isinstance(given, GenerationConfig):
         return [given] * count
+    if not isinstance(given, (list, tuple)):
+        raise InvalidRequestError(
+            f"`generation_config` must be a GenerationConfig or a list of them, got {type(given).__name__}."
+        )
     configs = list(given)
     if len(configs) != count:
         raise InvalidRequestError(f"{count} prompts were given {len(configs)} generation configurations.")
@@ -135,10 +158,37 @@ def _configs(given: Any, count: int) -> list[GenerationConfig | None]:
     return configs
 
 
-def _plan(
-    model: Any, config: GenerationConfig | None, length: int, kwargs: dict[str, Any]
-) -> tuple[SamplingParams, tuple[tuple[int, ...], ...]]:
-    config, model_kwargs = model._prepare_generation_config(copy.deepcopy(config), **kwargs)
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What a configuration says to prompts of every length."""
+
+    config: GenerationConfig
+    length_open: bool
+    stop_token_ids: list[int]
+    banned: tuple[tuple[int, ...], ...]
+
+    def params(self, length: int, max_model_len: int) -> SamplingParams:
+        """The parameters for a prompt of some length."""
+        config = self.config
+        if config.max_new_tokens is not None:
+            new = config.max_new_tokens
+        elif self.length_open:  # Transformers' default number of new tokens, as far as the model goes
+            new = min(config.max_length, max(max_model_len - length, 1))
+        else:
+            new = config.max_length - length
+        if new < 1:
+            raise InvalidRequestError(
+                f"`max_length` {config.max_length} and `max_new_tokens` {config.max_new_tokens} leave no room after a "
+                f"prompt of {length} tokens; set `max_new_tokens` to at least 1."
+            )
+        least = config.min_new_tokens if config.min_new_tokens is not None else (config.min_length or 0) - length
+        return sampling_params(config, new, max(least, 0)).replace(stop_token_ids=self.stop_token_ids)
+
+
+def _settings(model: Any, given: GenerationConfig | None, kwargs: dict[str, Any]) -> _Settings:
+    length_open, _ = lengths_open(model, given, kwargs)
+    config, model_kwargs = model._prepare_generation_config(copy.deepcopy(given), **kwargs)
+    model._validate_model_kwargs(dict(model_kwargs))  # Transformers' error for unknown names
     field = foreign_field(config) or foreign_input(model_kwargs)
     if field is not None:
         raise NotSupportedError(
@@ -148,18 +198,7 @@ def _plan(
         raise InvalidRequestError(
             f"`temperature` must be positive when sampling, got {config.temperature}; use `do_sample=False` for greedy."
         )
-    new = config.max_new_tokens
-    if new is None:
-        default = model.generation_config.max_length is None and kwargs.get("max_length") is None
-        new = _DEFAULT_NEW_TOKENS if default and config.max_length == 20 else config.max_length - length
-    least = config.min_new_tokens if config.min_new_tokens is not None else max((config.min_length or 0) - length, 0)
-    if new < 1:
-        raise InvalidRequestError(
-            f"`max_length` {config.max_length} leaves no room after a prompt of {length} tokens; set `max_new_tokens`."
-        )
-    params = sampling_params(config, new, least)
     eos = config.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     ends = [token for token in ends if token >= 0]
-    banned = banned_sequences(config, torch.tensor(ends) if ends else None)
-    return params.replace(stop_token_ids=ends), banned
+    return _Settings(config, length_open, ends, banned_sequences(config, torch.tensor(ends) if ends else None))

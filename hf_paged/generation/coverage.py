@@ -82,8 +82,10 @@ def foreign_input(model_kwargs: Mapping[str, Any]) -> str | None:
     return next((name for name, v in model_kwargs.items() if name not in _ENGINE_INPUTS and v is not None), None)
 
 
-def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]] | None:
-    """Returns the tokens of each row without its padding, or `None` if a mask has holes.
+def rows_of(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> tuple[list[list[int]], list[int]] | None:
+    """Returns the tokens of each row without its padding, and where they start; `None` if a mask has holes.
 
     Args:
         input_ids (`torch.Tensor`):
@@ -92,8 +94,8 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> lis
             `[batch, length]`, zero for padding on either side.
     """
     if attention_mask is None:
-        return input_ids.tolist()
-    rows = []
+        return input_ids.tolist(), [0] * len(input_ids)
+    rows, starts = [], []
     for tokens, mask in zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True):
         if True not in mask:
             return None
@@ -101,7 +103,8 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> lis
         if not all(mask[start:end]):
             return None
         rows.append(tokens[start:end])
-    return rows
+        starts.append(start)
+    return rows, starts
 
 
 def dropout_of(model: torch.nn.Module) -> str | None:

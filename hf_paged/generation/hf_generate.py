@@ -19,6 +19,7 @@ from .answer import RequestState
 from .attention import IMPLEMENTATIONS
 from .coverage import dropout_of, foreign_field, foreign_input, replaced_by_adapter, rows_of
 from .engine import Engine
+from .plan import EnginePlan
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class GenerateCall:
             `[batch, length]`, padded as the caller gave it.
         rows (`list[list[int]]`):
             The tokens of each row, without padding.
+        starts (`list[int]`):
+            The column of each row's first token.
         params (`SamplingParams`):
             The same for all rows.
         bad_words_ids (`tuple[tuple[int, ...], ...]`):
@@ -47,6 +50,7 @@ class GenerateCall:
 
     input_ids: torch.Tensor
     rows: list[list[int]]
+    starts: list[int]
     params: SamplingParams
     bad_words_ids: tuple[tuple[int, ...], ...]
     pad_token_id: int
@@ -117,11 +121,12 @@ class GenerateCall:
     def _cache(self, states: list[RequestState], length: int, block_size: int) -> PagedCache:
         """The K/V of every row at the columns of `sequences`, as Transformers' loop would have left them."""
         width = self.input_ids.shape[1]
-        rows: list[tuple[int, Any]] = [
-            (width - len(tokens), answer.kv)
-            for tokens, state in zip(self.rows, states, strict=True)
-            for answer in state.answers
-        ]
+        rows: list[tuple[list[int], Any]] = []
+        for start, tokens, state in zip(self.starts, self.rows, states, strict=True):
+            for answer in state.answers:
+                prompt = range(start, start + len(tokens))
+                new = range(width, width + answer.request.num_output_tokens - 1)
+                rows.append(([*prompt, *new], answer.kv))
         cache = PagedCache(block_size=block_size)
         cache.fill(rows, length)
         return cache
@@ -172,7 +177,7 @@ def plan_generate(
         return f"`{next(name for name, value in special.items() if not _empty(value))}` was given"
     if kwargs.get("cache_implementation") is not None:
         return "`cache_implementation` was given"
-    lengths_open = _lengths_open(model, generation_config, kwargs)
+    open_lengths = lengths_open(model, generation_config, kwargs)
     config, model_kwargs = model._prepare_generation_config(
         generation_config, **{name: value for name, value in kwargs.items() if name != "tokenizer"}
     )
@@ -189,7 +194,7 @@ def plan_generate(
         return "both `inputs` and `input_ids` were given"
     if streamer is not None and (input_ids.shape[0] != 1 or config.num_return_sequences != 1):
         return "a streamer was given for several rows"
-    return _make_call(model, input_ids, config, model_kwargs, lengths_open, streamer)
+    return _make_call(model, input_ids, config, model_kwargs, open_lengths, streamer)
 
 
 def _make_call(
@@ -197,7 +202,7 @@ def _make_call(
     input_ids: torch.Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    lengths_open: tuple[bool, bool],
+    open_lengths: tuple[bool, bool],
     streamer: Any,
 ) -> GenerateCall | str:
     batch, length = input_ids.shape
@@ -209,36 +214,34 @@ def _make_call(
     model._prepare_special_tokens(config, mask is not None, device=input_ids.device, batch_size=batch)
     if mask is None:
         mask = model._prepare_attention_mask_for_generation(input_ids, config, {})
-    rows = rows_of(input_ids, mask)
-    if rows is None:
+    found = rows_of(input_ids, mask)
+    if found is None:
         return "`attention_mask` has holes"
+    rows, starts = found
     padded = any(len(row) != length for row in rows)
     if padded and config.repetition_penalty not in (None, 1.0):
         return "`repetition_penalty` counts padding tokens in Transformers"
+    config = model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=open_lengths[0],
+        has_default_min_length=open_lengths[1],
+        model_input_name="input_ids",
+        input_ids_length=length,
+        inputs_tensor=input_ids,
+    )
+    model._validate_generated_length(config, length, open_lengths[0])
+    if config.do_sample and not config.temperature > 0:
+        return "`temperature` is not positive"  # Transformers has a message for it
+    max_new_tokens = config.max_length - length
+    beyond = _beyond_limits(model.engine.plan, max(map(len, rows)), max_new_tokens, config.num_return_sequences or 1)
+    if beyond is not None:
+        return beyond
     if padded and not bool(mask[:, -1].all()):
         warnings.warn(
             "A decoder-only architecture is being used, but right-padding was detected! Rows are continued after "
             "their last token that is not padding; set `padding_side='left'` when initializing the tokenizer.",
             UserWarning,
             stacklevel=5,
-        )
-    config = model._prepare_generated_length(
-        generation_config=config,
-        has_default_max_length=lengths_open[0],
-        has_default_min_length=lengths_open[1],
-        model_input_name="input_ids",
-        input_ids_length=length,
-        inputs_tensor=input_ids,
-    )
-    model._validate_generated_length(config, length, lengths_open[0])
-    if config.do_sample and not config.temperature > 0:
-        return "`temperature` is not positive"  # Transformers has a message for it
-    max_new_tokens = config.max_length - length
-    longest = max(map(len, rows))
-    if longest + max_new_tokens > model.engine.plan.max_model_len:
-        return (
-            f"{longest} prompt tokens and up to {max_new_tokens} new ones exceed `max_model_len` "
-            f"{model.engine.plan.max_model_len}"
         )
     eos = config._eos_token_tensor
     params = sampling_params(config, max_new_tokens, max((config.min_length or 0) - length, 0))
@@ -248,12 +251,25 @@ def _make_call(
     return GenerateCall(
         input_ids,
         rows,
+        starts,
         params,
         banned_sequences(config, eos),
         int(pad) if pad is not None else 0,
         bool(config.return_dict_in_generate),
         streamer,
     )
+
+
+def _beyond_limits(plan: EnginePlan, longest: int, max_new_tokens: int, num_answers: int) -> str | None:
+    if longest + max_new_tokens > plan.max_model_len:
+        return (
+            f"{longest} prompt tokens and up to {max_new_tokens} new ones exceed `max_model_len` {plan.max_model_len}"
+        )
+    if num_answers > plan.max_num_seqs:
+        return f"`num_return_sequences` {num_answers} exceeds `max_num_seqs` {plan.max_num_seqs}"
+    if not plan.enable_chunked_prefill and longest > plan.max_num_batched_tokens:
+        return f"{longest} prompt tokens exceed `max_num_batched_tokens` {plan.max_num_batched_tokens}, unchunked"
+    return None
 
 
 def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) -> SamplingParams:
@@ -271,8 +287,8 @@ def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) 
     return SamplingParams(
         n=config.num_return_sequences or 1,
         temperature=float(config.temperature) if sample else 0.0,
-        top_k=(config.top_k or 0) if sample else 0,
-        top_p=float(config.top_p if config.top_p is not None else 1.0) if sample else 1.0,
+        top_k=1 if sample and config.top_p == 0 else (config.top_k or 0) if sample else 0,
+        top_p=float(min(config.top_p or 1.0, 1.0)) if sample else 1.0,
         min_p=float(config.min_p or 0.0) if sample else 0.0,
         repetition_penalty=float(config.repetition_penalty or 1.0),
         max_tokens=max_tokens,
@@ -303,8 +319,17 @@ def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None) -> tupl
     return tuple(tuple(word) for word in words if not (len(word) == 1 and word[0] in ends))
 
 
-def _lengths_open(model: Any, config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether nobody set `max_length`, and `min_length`: what Transformers asks before it fills in defaults."""
+def lengths_open(model: Any, config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether nobody set `max_length`, and `min_length`: Transformers asks before it fills in defaults.
+
+    Args:
+        model (`PreTrainedModel`):
+            The paged model, which has a configuration of its own.
+        config (`GenerationConfig`, *optional*):
+            As given.
+        kwargs (`Mapping[str, Any]`):
+            As given.
+    """
 
     def is_open(name: str) -> bool:
         given = kwargs.get(name) is None and (config is None or getattr(config, name) is None)

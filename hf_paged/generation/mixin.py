@@ -106,8 +106,10 @@ class PagedGenerationMixin:
             `torch.LongTensor` `[batch * num_return_sequences, length]`, or a `GenerateDecoderOnlyOutput` with
             `return_dict_in_generate`.
         """
-        if inputs is not None and isinstance(inputs, torch.Tensor) and inputs.ndim == 1:
-            inputs = inputs[None]
+        inputs = _as_rows(inputs)
+        for name in ("input_ids", "attention_mask"):
+            if name in kwargs:
+                kwargs[name] = _as_rows(kwargs[name])
         special = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -123,7 +125,7 @@ class PagedGenerationMixin:
         if not isinstance(call, str):
             return call.run(self.engine)
         logger.info("generate runs through Transformers' own loop: %s.", call)
-        if self._paged_refusal is None and not _chooses_cache(kwargs):
+        if self._paged_refusal is None and not _chooses_cache(self, generation_config, kwargs):
             kwargs[compat.cache_argument(self)] = PagedCache(self.config)  # type: ignore[attr-defined, arg-type]
         return super().generate(  # type: ignore[misc]
             inputs=inputs, generation_config=generation_config, streamer=streamer, **given, **kwargs
@@ -302,8 +304,17 @@ def _rebuild(cls: type) -> Any:
     return paged.__new__(paged)
 
 
-def _chooses_cache(kwargs: dict[str, Any]) -> bool:
+def _as_rows(tokens: Any) -> Any:
+    return tokens[None] if isinstance(tokens, torch.Tensor) and tokens.ndim == 1 else tokens
+
+
+def _chooses_cache(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
     """Whether a call of `generate` brings a cache of its own, wants a kind of cache, or wants none."""
-    return any(kwargs.get(name) is not None for name in ("past_key_values", "cache", "cache_implementation")) or (
-        kwargs.get("use_cache") is False
-    )
+
+    def setting(name: str) -> Any:
+        sources = (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((value for value in sources if value is not None), None)
+
+    given = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+    # "hybrid" stands in old checkpoints; Transformers takes it for no choice.
+    return given or setting("cache_implementation") not in (None, "hybrid") or setting("use_cache") is False

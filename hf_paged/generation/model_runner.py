@@ -85,10 +85,12 @@ class KVPool:
             block_ids (`tuple[int, ...]`):
                 Which.
         """
-        if block_ids:
-            index = torch.tensor(block_ids, device=self._slabs[0].device)
-            for slab in self._slabs:
-                slab.index_fill_(2, index, 0)
+        for slab in self._slabs:
+            if slab.device.type == "cpu":  # where one call for all blocks takes ten times as long as one for each
+                for block_id in block_ids:
+                    slab[:, :, block_id].zero_()
+            elif block_ids:
+                slab.index_fill_(2, torch.tensor(block_ids, device=slab.device), 0)
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copies blocks.

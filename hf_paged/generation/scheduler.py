@@ -252,6 +252,7 @@ class Scheduler:
     def _schedule_prefills(self, step: StepDraft, fair_share: int) -> None:
         for request in tuple(step.partial.values()):
             if step.budget > 0 and request.request_id in self._running:
+                self._blocks.adopt_prefix(request)
                 self._give(step, request, self._chunk(request, 0, min(fair_share, step.budget)))
 
     def _admit_waiting(self, step: StepDraft, fair_share: int) -> None:
@@ -337,7 +338,7 @@ class Scheduler:
         share = step.shares.pop(request.request_id, None)
         if share is not None:
             step.budget += share.num_tokens
-            self._blocks.rollback(request)
+        self._blocks.rollback(request)
         step.partial.pop(request.request_id, None)
         step.preempted = True
         self.num_preemptions += 1

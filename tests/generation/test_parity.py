@@ -68,3 +68,14 @@ def test_half_precision_logits_are_near_those_of_a_float32_run(tiny_llama, dtype
     allowed = 2 * float((stock - exact).abs().max()) + 1e-3  # rounding of another order, not of another size
     for token, entry in output.outputs[0].logprobs[0].items():
         assert abs(entry.logprob - float(exact[token])) <= allowed
+
+
+def test_prompts_with_the_same_beginning_that_start_together_compute_it_once(tiny_llama):
+    beginning = random_prompts(1, 199, seed=5)[0][:1] + list(range(1, 128))
+    prompts = [beginning + own for own in random_prompts(6, 199, seed=6, longest=20)]
+    expected = greedy(tiny_llama, prompts, 4)
+    paged = AutoPagedModelForCausalLM.from_model(tiny_llama, paged_config=PagedConfig(max_num_batched_tokens=64))
+    outputs = paged.engine.generate(prompts, PARAMS.replace(max_tokens=4))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    own = sum(len(prompt) - 128 for prompt in prompts) + 3 * len(prompts)
+    assert paged.engine.stats().num_computed_tokens <= 128 + own + 16 * len(prompts)  # at most a block each besides

@@ -221,7 +221,7 @@ def _validate_flags(params: SamplingParams) -> None:
 
 
 def _validate_token_ids(params: SamplingParams) -> None:
-    for token_id in params.stop_token_ids:
+    for token_id in params.stop_token_ids or ():
         _token_id("stop_token_ids", token_id)
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
@@ -236,11 +236,11 @@ def _validate_token_ids(params: SamplingParams) -> None:
 
 def _validate_strings(params: SamplingParams) -> None:
     for name in ("stop", "bad_words"):
-        for text in getattr(params, name):
+        for text in getattr(params, name) or ():
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"`{name}` must hold non-empty strings, got {text!r}.")
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"`stop` takes at most {MAX_STOP_STRINGS} strings, got {len(params.stop)}.")
+    if len(params.stop or ()) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"`stop` takes at most {MAX_STOP_STRINGS} strings, got {len(params.stop or ())}.")
     if params.stop and not params.detokenize:
         raise InvalidRequestError("`stop` strings need the text: set `detokenize=True` or use `stop_token_ids`.")
 
