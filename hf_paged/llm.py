@@ -7,12 +7,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from .auto import AutoPagedModelForCausalLM, refuse_reserved
 from .configuration import PagedConfig
 from .errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
 from .generation.outputs import RequestOutput
+from .generation.progress import progress
 from .generation.sampling.params import SamplingParams
 
 _UNBUILT_PROMPT_KEYS = ("multi_modal_data", "prompt_embeds", "mm_processor_kwargs")
@@ -136,9 +135,9 @@ class LLM:
         with self.engine.requests() as states:
             for (text, tokens), param, rank in zip(parsed, params, priorities, strict=True):
                 states.append(self.engine.add_request(tokens, param, prompt=text, priority=rank))
-            with tqdm(total=len(states), disable=not use_tqdm, desc="Processed prompts", unit="prompt") as bar:
+            with progress(use_tqdm, len(states), "Processed prompts", "prompt") as advance:
                 for _ in self.engine.as_finished(states):
-                    bar.update(1)
+                    advance()
             return [state.output() for state in states]
 
     def chat(

@@ -14,6 +14,13 @@ def paged(family: str = "llama", *, overrides: dict[str, Any] | None = None, **c
     return AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(**config))
 
 
+def paged_engine(family: str = "llama", **config: Any) -> Any:
+    """The engine of a fresh tiny model, which it keeps alive here, as an engine does not by itself."""
+    model = paged(family, **config)
+    model.engine.kept_model = model
+    return model.engine
+
+
 def assert_idle(engine: Any) -> None:
     """Nothing is left of earlier requests: no live request, no held block."""
     assert not engine.has_unfinished

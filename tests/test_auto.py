@@ -270,11 +270,8 @@ def lora(model, seed: int = 0, **kwargs):
 def test_adapters_before_and_after_paging(paged_first):
     expected = answer(lora(tiny_model("llama")))
     assert expected != answer(tiny_model("llama"))
-    if paged_first:
-        model = lora(paged())
-    else:
-        model = AutoPagedModelForCausalLM.from_model(lora(tiny_model("llama")))
-    assert type(model).__name__ == "PeftModel" or "Peft" in type(model).__name__
+    model = lora(paged()) if paged_first else AutoPagedModelForCausalLM.from_model(lora(tiny_model("llama")))
+    assert "PeftModel" in type(model).__name__
     assert answer(model) == expected
     assert model.get_base_model().engine.stats().num_generated_tokens == 8
 
@@ -478,7 +475,9 @@ def test_every_public_name_resolves():
     for name in hf_paged.__all__:
         assert getattr(hf_paged, name) is not None
     errors = {
-        name for name, value in vars(hf_paged.errors).items() if isinstance(value, type) and issubclass(value, Exception)
+        name
+        for name, value in vars(hf_paged.errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
     }
     assert errors <= set(hf_paged.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):

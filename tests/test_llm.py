@@ -314,9 +314,7 @@ def test_any_of_several_end_tokens_ends():
 @pytest.mark.parametrize("include", [False, True])
 def test_text_of_a_stop_token_follows_the_flag(scripted, include):
     """vllm-project/vllm#2538: the text of a stop token id stayed although it was not to be included."""
-    params = SamplingParams(
-        temperature=0, max_tokens=9, stop_token_ids=ids("hell"), include_stop_str_in_output=include
-    )
+    params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=ids("hell"), include_stop_str_in_output=include)
     (answer,) = run(scripted, "in", params)[0].outputs
     assert answer.text == ("the andhell" if include else "the and")
     assert (answer.finish_reason, answer.stop_reason) == ("stop", ids("hell")[0])

@@ -45,6 +45,7 @@ class AsyncEngine:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._live: dict[str, RequestState] = {}
 
     def start(self) -> None:
         """Starts the thread; `generate` does so by itself. Safe to call twice, and before the first request.
@@ -63,8 +64,9 @@ class AsyncEngine:
         while not self._stop.is_set():
             try:
                 self.engine.serve(self._stop)
-            except EngineClosedError:
-                return
+            except EngineClosedError:  # also what an engine says that has just gone to sleep
+                if self.engine.is_closed:
+                    return
             except Exception:
                 # Requests of the step have failed with the cause; the engine itself is usable.
                 logger.exception("a step of the engine failed")
@@ -129,6 +131,7 @@ class AsyncEngine:
             tokenizer=self.tokenizer,
             on_update=on_update,
         )
+        self._live[state.request_id] = state
         try:
             while True:
                 output = await queue.get()
@@ -140,6 +143,7 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
+            self._live.pop(state.request_id, None)
             if not state.finished:
                 self.engine.abort(state.request_id)
 
@@ -160,13 +164,13 @@ class AsyncEngine:
         self.engine.abort(request_id)
 
     def close(self) -> None:
-        """Ends the thread; requests that are still running are aborted. Safe to call twice."""
+        """Ends the thread; streams that are still running are aborted. Safe to call twice."""
         self._stop.set()
         self.engine.wake()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self.engine.abort_all()
+        self.engine.abort_all(list(self._live.values()))
 
 
 def _cut(output: RequestOutput, sent: dict[int, tuple[int, int]]) -> None:

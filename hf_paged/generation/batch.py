@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from ..errors import InvalidRequestError, NotSupportedError
@@ -21,6 +20,7 @@ from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
 from .hf_generate import banned_sequences, lengths_open, sampling_params
 from .outputs import GenerationOutput
+from .progress import progress
 from .sampling.params import SamplingParams
 
 
@@ -71,11 +71,11 @@ def run_batch(
         engine.check(prompt, params, exact_room=True)
     stamps: dict[int, list[float]] = collections.defaultdict(list)
     on_update = functools.partial(_stamp, stamps) if record_timestamps else None
-    with engine.requests() as states, tqdm(total=len(prompts), disable=not progress_bar, unit="request") as bar:
+    with engine.requests() as states, progress(progress_bar, len(prompts), "Processed prompts", "prompt") as advance:
         for prompt, (params, banned) in zip(prompts, planned, strict=True):
             states.append(engine.add_request(prompt, params, banned=banned, on_update=on_update))
         for _ in engine.as_settled(states):
-            bar.update(1)
+            advance()
     return _results(states, stamps if record_timestamps else None)
 
 

@@ -82,9 +82,7 @@ def foreign_input(model_kwargs: Mapping[str, Any]) -> str | None:
     return next((name for name, v in model_kwargs.items() if name not in _ENGINE_INPUTS and v is not None), None)
 
 
-def rows_of(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> tuple[list[list[int]], list[int]] | None:
+def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]] | None:
     """Returns the tokens of each row without its padding, and where they start; `None` if a mask has holes.
 
     Args:

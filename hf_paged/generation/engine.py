@@ -43,7 +43,7 @@ from .outputs import RequestOutput, SamplerOutput, StepResult
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
 from .probe import activation_bytes, check_against_stock, evaluating
-from .request import FinishReason, Request
+from .request import FinishReason, Request, RequestStatus
 from .sampling.logprobs import prompt_logprobs
 from .sampling.params import SamplingParams
 from .sampling.sampler import Sampler
@@ -105,9 +105,11 @@ class Engine:
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self._policy = policy
         self._states: dict[str, RequestState] = {}
+        self._ids: set[str] = set()  # of the live requests and their branches
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._condition = threading.Condition()
         self._driving = False
+        self._driver: int | None = None  # the thread that runs the steps
         self._asleep = False
         self._closed = False
         self._pid = os.getpid()
@@ -240,11 +242,14 @@ class Engine:
                 f"{limit}; try again later."
             )
         fingerprint = _fingerprint(self.model)
+        ids = _ids_of(state)
         with self._condition:
-            if state.request_id in self._states:
+            taken = sorted(ids & self._ids)
+            if taken:
                 raise InvalidRequestError(
-                    f"`request_id` {state.request_id!r} belongs to a request that is still running."
+                    f"`request_id` {taken[0]!r} belongs to a request that is still running, or to a branch of one."
                 )
+            self._ids |= ids
             if fingerprint != self._weights:
                 self._weights = fingerprint
                 self._inbox.append(self._block_manager.reset_prefix_cache)
@@ -317,11 +322,7 @@ class Engine:
         try:
             yield states
         finally:
-            unfinished = [state for state in states if not state.finished]
-            if unfinished and not self._closed:
-                for state in unfinished:
-                    self.abort(state.request_id)
-                self._drive_until(lambda: all(state.finished for state in unfinished), step=False)
+            self.abort_all(states)
 
     def as_finished(self, states: Sequence[RequestState]) -> Iterator[RequestState]:
         """Runs steps and yields requests as they end.
@@ -375,12 +376,14 @@ class Engine:
                     self._condition.wait()
                 if done():
                     return
-                self._driving = True
+                self._driving, self._driver = True, threading.get_ident()
             try:
                 worked = self.step() if step else self._drain_inbox()
             finally:
                 with self._condition:
-                    self._driving = False
+                    self._driving, self._driver = False, None
+                    if self._closed:
+                        self._tear_down()
                     self._condition.notify_all()
             if not worked and not done():
                 with self._condition:
@@ -395,7 +398,7 @@ class Engine:
         """
         while not stop.is_set():
             with self._condition:
-                while not (self._states or self._inbox or stop.is_set() or self._closed):
+                while not (stop.is_set() or self._closed or (not self._asleep and (self._states or self._inbox))):
                     self._condition.wait()
             self._check_usable()
             self._drive_until(lambda: stop.is_set() or not (self._states or self._inbox))
@@ -405,13 +408,19 @@ class Engine:
         with self._condition:
             self._condition.notify_all()
 
-    def abort_all(self) -> None:
-        """Ends all requests; their answers so far stay."""
-        states = list(self._states.values())
-        for state in states:
+    def abort_all(self, states: Sequence[RequestState] | None = None) -> None:
+        """Ends requests and waits until they have ended; their answers so far stay.
+
+        Args:
+            states (`Sequence[RequestState]`, *optional*):
+                The requests; those that have ended already are fine. By default all.
+        """
+        states = list(self._states.values()) if states is None else states
+        unfinished = [state for state in states if not state.finished]
+        for state in unfinished:
             self.abort(state.request_id)
-        if states and not self._closed:
-            self._drive_until(lambda: all(state.finished for state in states), step=False)
+        if unfinished and not self._closed:
+            self._drive_until(lambda: all(state.finished for state in unfinished), step=False)
 
     def step(self) -> bool:
         """Runs one step. Only one thread at a time may call it; `wait` and its siblings see to that.
@@ -504,10 +513,14 @@ class Engine:
                 answer.advance()
                 self.sampler.forget(answer.request.request_id)
             self._states.pop(state.request_id, None)
+            self._ids -= _ids_of(state)
             self._stats.num_finished += 1
             state.finished = True
         if state.on_update is not None:
-            state.on_update(state)
+            try:
+                state.on_update(state)
+            except Exception as error:
+                self._fail_callback(state, error)
 
     def _take_prompt_logprobs(
         self, output: SchedulerOutput, result: StepResult
@@ -569,21 +582,34 @@ class Engine:
         for state in {id(r.group.context): r.group.context for r in requests if r.group is not None}.values():
             self._settle(state)
 
+    def _fail_callback(self, state: RequestState, cause: Exception) -> None:
+        """Whoever waits for a request by a callback that raises is told so by the request, and nobody else is."""
+        state.on_update = None
+        error = EngineError(f"The callback of request {state.request_id!r} raised {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        for request in state.group.requests:
+            self._fail(request, error)
+            request.error = request.error or error
+        self._settle(state)
+
     def _start_over(self, cause: BaseException) -> None:
         """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""
-        states, self._states = list(self._states.values()), {}
-        for state in states:
+        error = EngineError("The engine was interrupted between two steps and started over.")
+        error.__cause__ = cause
+        with self._condition:
+            self._forget_all(error, FinishReason.ERROR)
+
+    def _forget_all(self, error: EngineError, reason: FinishReason) -> None:
+        """Ends all requests without asking the scheduler, and lets go of the pool."""
+        for state in list(self._states.values()):
             for request in state.group.requests:
                 if not request.is_finished:
-                    error = EngineError("The engine was interrupted between two steps and started over.")
-                    error.__cause__ = cause
-                    request.error = error
-                    request.finish_reason = FinishReason.ERROR
-                    request.status = type(request.status).FINISHED
+                    request.error, request.finish_reason = error, reason
+                    request.status = RequestStatus.FINISHED
             self._settle(state)
         self._inbox.clear()
-        self._reset_bookkeeping()
         self._runner = None
+        self._reset_bookkeeping()
 
     # ------------------------------------------------------------------ life
 
@@ -598,6 +624,11 @@ class Engine:
         if model is None:
             raise EngineClosedError("The engine's model was deleted; keep a reference to it while using its engine.")
         return model
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called."""
+        return self._closed
 
     @property
     def has_unfinished(self) -> bool:
@@ -650,26 +681,25 @@ class Engine:
 
     def wake_up(self) -> None:
         """Takes requests again after `sleep`."""
-        self._asleep = False
+        with self._condition:
+            self._asleep = False
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Ends all requests, frees the pool and takes no requests ever again. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
         with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            if self._driver == threading.get_ident():
+                return  # called by a request's callback: the end of the step tears down
+            while self._driving:
+                self._condition.wait()
+            self._tear_down()
             self._condition.notify_all()
-        states, self._states = list(self._states.values()), {}
-        for state in states:
-            for request in state.group.requests:
-                if not request.is_finished:
-                    request.error = EngineClosedError("The engine was closed.")
-                    request.finish_reason = FinishReason.ABORT
-                    request.status = type(request.status).FINISHED
-            self._settle(state)
-        self._inbox.clear()
-        self._runner = None
-        self._reset_bookkeeping()
+
+    def _tear_down(self) -> None:
+        self._forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -684,6 +714,10 @@ class Engine:
 
     def _reset_bookkeeping(self) -> None:
         plan = self.plan
+        if hasattr(self, "scheduler"):  # what was counted so far still counts
+            self._preemptions_before -= self.scheduler.num_preemptions
+            self._queried_before -= self._block_manager.num_queried_tokens
+            self._hits_before -= self._block_manager.num_hit_tokens
         self._block_manager = BlockManager(
             [plan.num_blocks] * len(self._groups), plan.block_size, plan.enable_prefix_caching
         )
@@ -732,6 +766,10 @@ def sampling_defaults(generation_config: Any) -> dict[str, Any]:
     values = {name: getattr(generation_config, name, None) for name in names}
     values["max_tokens"] = getattr(generation_config, "max_new_tokens", None)
     return values
+
+
+def _ids_of(state: RequestState) -> set[str]:
+    return {state.request_id, *(request.request_id for request in state.group.requests)}
 
 
 def _non_finite(request: Request) -> NonFiniteLogitsError:

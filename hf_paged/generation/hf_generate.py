@@ -163,16 +163,9 @@ def plan_generate(
     Raises:
         ValueError: For what Transformers refuses with one.
     """
-    if model._paged_refusal is not None:
-        return "the engine cannot run this model"
-    if model.config._attn_implementation not in IMPLEMENTATIONS:
-        return f"the attention implementation was set to {model.config._attn_implementation!r}"
-    dropout = dropout_of(model)
-    if dropout is not None:
-        return f"the model is in training mode and drops out (`{dropout}`)"
-    replaced = replaced_by_adapter(model)
-    if replaced is not None:
-        return replaced
+    reason = _not_now(model)
+    if reason is not None:
+        return reason
     if special and not all(_empty(value) for value in special.values()):
         return f"`{next(name for name, value in special.items() if not _empty(value))}` was given"
     if kwargs.get("cache_implementation") is not None:
@@ -195,6 +188,18 @@ def plan_generate(
     if streamer is not None and (input_ids.shape[0] != 1 or config.num_return_sequences != 1):
         return "a streamer was given for several rows"
     return _make_call(model, input_ids, config, model_kwargs, open_lengths, streamer)
+
+
+def _not_now(model: Any) -> str | None:
+    """Why the engine cannot run any call of a model in the state that it is in, or `None`."""
+    if model._paged_refusal is not None:
+        return "the engine cannot run this model"
+    if model.config._attn_implementation not in IMPLEMENTATIONS:
+        return f"the attention implementation was set to {model.config._attn_implementation!r}"
+    dropout = dropout_of(model)
+    if dropout is not None:
+        return f"the model is in training mode and drops out (`{dropout}`)"
+    return replaced_by_adapter(model)
 
 
 def _make_call(

@@ -109,7 +109,8 @@ def check_against_stock(
     if not error <= tolerance * size and bool(expected.isfinite().all()):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives other logits on the paged path than on its own: relative error "
-            f"{error:.2g} / {size:.2g}, allowed {tolerance:.2g}. Some layer does more than attention over keys and values."
+            f"{error:.2g} / {size:.2g}, allowed {tolerance:.2g}. Some layer does more than attention over keys and "
+            "values."
         )
 
 

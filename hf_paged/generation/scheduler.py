@@ -253,7 +253,7 @@ class Scheduler:
         for request in tuple(step.partial.values()):
             if step.budget > 0 and request.request_id in self._running:
                 self._blocks.adopt_prefix(request)
-                self._give(step, request, self._chunk(request, 0, min(fair_share, step.budget)))
+                self._give(step, request, self._chunk(request, 0, self._limit(step, request, 0, fair_share)))
 
     def _admit_waiting(self, step: StepDraft, fair_share: int) -> None:
         max_num_seqs, max_partial = self.config.max_num_seqs, self.config.max_partial_prefills
@@ -304,7 +304,13 @@ class Scheduler:
         whole = num_tokens <= self.config.max_num_batched_tokens and not request.needs_prompt_logits
         if whole and not self.config.enable_chunked_prefill:
             return num_tokens if num_tokens <= step.budget else 0
-        return self._chunk(request, num_cached_tokens, min(fair_share, step.budget))
+        return self._chunk(request, num_cached_tokens, self._limit(step, request, num_cached_tokens, fair_share))
+
+    def _limit(self, step: StepDraft, request: Request, num_cached_tokens: int, fair_share: int) -> int:
+        """What a prefill may take before the others had theirs: a short one everything, a long one its share."""
+        num_tokens = request.num_tokens - request.num_computed_tokens - num_cached_tokens
+        is_short = num_tokens <= self.config.max_num_batched_tokens // 2
+        return min(num_tokens if is_short else fair_share, step.budget)
 
     def _num_reserved_blocks(self, step: StepDraft) -> int:
         """Free blocks that a new request must leave: what started prompts still need, and some room to grow."""

@@ -39,9 +39,7 @@ def test_hand_written_loop_with_left_padding_equals_dynamic_cache(family):
         for start, end in ((0, 5), (5, 22), (22, 23), (23, 24), (24, 27)):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
             seen.append(
-                forward(
-                    model, tokens[:, start:end], cache, attention_mask=mask[:, :end], position_ids=positions
-                )
+                forward(model, tokens[:, start:end], cache, attention_mask=mask[:, :end], position_ids=positions)
             )
         logits.append(torch.cat(seen, dim=1))
     real = mask.bool()
@@ -154,9 +152,7 @@ def test_pool_grows_past_its_first_slab():
     first = cache.num_blocks
     for start in range(0, 150, 30):
         chunk = tokens[:, start : start + 30]
-        torch.testing.assert_close(
-            forward(model, chunk, cache), forward(model, chunk, reference), atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(forward(model, chunk, cache), forward(model, chunk, reference), atol=1e-5, rtol=1e-5)
     assert cache.num_blocks > first
     assert cache.num_blocks_held == 3 * 38
 

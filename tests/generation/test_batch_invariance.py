@@ -23,7 +23,9 @@ def model(request):
 
 
 def page(model, **settings):
-    return AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(batch_invariant=True, **settings)).engine
+    return AutoPagedModelForCausalLM.from_model(
+        model, paged_config=PagedConfig(batch_invariant=True, **settings)
+    ).engine
 
 
 def test_alone_and_in_batches_gives_the_same_bits(model):

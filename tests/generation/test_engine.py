@@ -22,7 +22,7 @@ from hf_paged import (
 )
 from tests.conftest import random_prompts
 from tests.families import greedy, tiny_model
-from tests.paged_models import assert_idle, paged
+from tests.paged_models import assert_idle, paged, paged_engine
 
 VOCAB = 199
 PROMPTS = random_prompts(10, VOCAB, seed=1)
@@ -342,7 +342,7 @@ def test_sleep_release_and_close():
 
 
 def test_counters_survive_a_release():
-    engine = paged(block_size=4, num_blocks=50).engine
+    engine = paged_engine(block_size=4, num_blocks=50)
     engine.generate([[3, 4, 5, 6, 7, 8]] * 2, params())
     before = engine.stats()
     counts = (before.num_prompt_tokens, before.num_cached_tokens, before.num_preemptions)
@@ -354,7 +354,7 @@ def test_counters_survive_a_release():
 
 
 def test_full_queue_refuses_and_takes_again(expected):
-    engine = paged(block_size=8, num_blocks=100, max_num_seqs=1, max_queue_size=2).engine
+    engine = paged_engine(block_size=8, num_blocks=100, max_num_seqs=1, max_queue_size=2)
     with engine.requests() as states:
         states += [engine.add_request(prompt, params()) for prompt in PROMPTS[:2]]
         with pytest.raises(QueueFullError, match="`max_queue_size` is 2"):
@@ -384,12 +384,12 @@ def test_request_id_that_looks_like_a_branch_touches_nobody(engine, expected):
         engine.step()
         with pytest.raises(InvalidRequestError, match="0_x"):
             engine.add_request(PROMPTS[1], params(), request_id="0_x")
-        with pytest.raises(InvalidRequestError, match="0_x"):
-            states.append(engine.add_request(PROMPTS[1], params(), request_id="0_y"))
-            states.append(engine.add_request(PROMPTS[1], params(n=2), request_id="y"))
-            raise InvalidRequestError("0_x")
+        states.append(engine.add_request(PROMPTS[1], params(), request_id="1_y"))
+        with pytest.raises(InvalidRequestError, match="1_y"):
+            engine.add_request(PROMPTS[1], params(n=2), request_id="y")
         list(engine.as_settled(states))
     assert [answer.token_ids for answer in states[0].output().outputs] == [expected[0]] * 2
+    assert tokens([states[1].output()]) == expected[1:2]
 
 
 # --------------------------------------------------------------------------------------- what never fits
@@ -397,7 +397,7 @@ def test_request_id_that_looks_like_a_branch_touches_nobody(engine, expected):
 
 def test_prompt_that_can_never_fit_is_refused_at_once_with_the_numbers():
     """vllm-project/vllm#35541: a prompt larger than the pool hung without a message."""
-    engine = paged(num_blocks=10, block_size=16).engine
+    engine = paged_engine(num_blocks=10, block_size=16)
     with pytest.raises(PromptTooLongError) as caught:
         engine.generate([[5] * 300], params())
     message = str(caught.value)
@@ -408,7 +408,7 @@ def test_prompt_that_can_never_fit_is_refused_at_once_with_the_numbers():
 @pytest.mark.parametrize("length", [78, 79, 80, 81, 96])
 def test_prompts_around_the_pools_size_never_stall(length):
     """RBLN-SW/vllm-rbln#957: prompts between the usable and the nominal size waited for ever, and all behind them."""
-    engine = paged(num_blocks=10, block_size=8).engine
+    engine = paged_engine(num_blocks=10, block_size=8)
     prompt = [1 + i % 190 for i in range(length)]
     with engine.requests() as states:
         if length < 80:
@@ -427,7 +427,7 @@ def test_prompts_around_the_pools_size_never_stall(length):
 @pytest.mark.parametrize("chunked", [True, False])
 def test_prompt_beyond_the_token_budget_is_chunked_or_refused(chunked, stock):
     """vllm-project/vllm#765: the server stopped answering after a warning."""
-    engine = paged(enable_chunked_prefill=chunked, max_num_batched_tokens=32, block_size=8).engine
+    engine = paged_engine(enable_chunked_prefill=chunked, max_num_batched_tokens=32, block_size=8)
     if chunked:
         assert tokens(engine.generate([LONG[:150]], params())) == greedy(stock, [LONG[:150]], 8)
     else:
@@ -439,7 +439,7 @@ def test_prompt_beyond_the_token_budget_is_chunked_or_refused(chunked, stock):
 @pytest.mark.parametrize(("length", "fits"), [(62, True), (63, True), (64, False), (65, False)])
 def test_prompts_around_the_models_limit(length, fits):
     """vllm-project/vllm#16445: say the limit exactly."""
-    engine = paged(max_model_len=64).engine
+    engine = paged_engine(max_model_len=64)
     prompt = [1 + i % 190 for i in range(length)]
     call = params(1, prompt_logprobs=1)
     if fits:
@@ -451,7 +451,7 @@ def test_prompts_around_the_models_limit(length, fits):
 
 
 def test_answer_ends_where_the_model_ends():
-    engine = paged(max_model_len=20).engine
+    engine = paged_engine(max_model_len=20)
     (output,) = engine.generate([[5] * 15], params(100))
     assert len(output.outputs[0].token_ids) == 5 and output.outputs[0].finish_reason == "length"
     (output,) = engine.generate([[5] * 15], params(None))
@@ -466,7 +466,7 @@ def test_warm_prefix_gives_the_cold_answer(stock):
     prompts = [LONG[:70] + [1 + i, 2 + i] for i in range(3)] + [LONG[:64], LONG[:48]]
     answers = greedy(stock, prompts, 8)
     for block_size in (4, 8, 32):
-        engine = paged(block_size=block_size, num_blocks=128).engine
+        engine = paged_engine(block_size=block_size, num_blocks=128)
         cold = engine.generate(prompts[:1], params(logprobs=3))
         warm = engine.generate(prompts, params(logprobs=3))
         assert tokens(cold) == answers[:1] and tokens(warm) == answers
@@ -481,7 +481,7 @@ def test_warm_prefix_gives_the_cold_answer(stock):
 
 
 def test_prefixes_off():
-    engine = paged(block_size=4, enable_prefix_caching=False).engine
+    engine = paged_engine(block_size=4, enable_prefix_caching=False)
     outputs = [engine.generate([LONG[:30]], params())[0] for _ in range(2)]
     assert [output.num_cached_tokens for output in outputs] == [0, 0]
     assert tokens(outputs[:1]) == tokens(outputs[1:])
@@ -489,7 +489,7 @@ def test_prefixes_off():
 
 def test_reused_block_is_not_found_under_its_old_prefix(stock):
     """GeeeekExplorer/nano-vllm#163: a freed block was reused but its old hash still pointed to it."""
-    engine = paged(num_blocks=6, block_size=8).engine
+    engine = paged_engine(num_blocks=6, block_size=8)
     first, second = LONG[:30], [1 + i % 150 for i in range(40)]
     answers = [greedy(stock, [prompt], 6)[0] for prompt in (first, second, first)]
     for prompt, answer in zip((first, second, first), answers, strict=True):
@@ -500,7 +500,7 @@ def test_reused_block_is_not_found_under_its_old_prefix(stock):
 
 def test_half_full_block_is_found_by_its_full_content_only(stock):
     """vllm-project/vllm#49125: the hash of a partly filled block came back to life when it was full."""
-    engine = paged(num_blocks=40, block_size=8).engine
+    engine = paged_engine(num_blocks=40, block_size=8)
     prompt = LONG[:13]
     (output,) = engine.generate([prompt], params(12))
     whole = prompt + output.outputs[0].token_ids
@@ -514,7 +514,7 @@ def test_half_full_block_is_found_by_its_full_content_only(stock):
 
 def test_prompts_that_a_weak_hash_would_confuse(stock):
     """NVIDIA/Megatron-LM PR#4158: with a polynomial hash, adding 31 to a token and taking 1 off the next collides."""
-    engine = paged(block_size=4, num_blocks=60).engine
+    engine = paged_engine(block_size=4, num_blocks=60)
     prompt = [40 + i for i in range(12)]
     engine.generate([prompt], params(2))
     for i in range(3):
@@ -581,7 +581,7 @@ def test_weights_changed_under_a_running_request_do_not_poison_the_cache():
 
 
 def test_branches_share_the_prompt_and_copy_when_they_part(stock):
-    engine = paged(block_size=8, num_blocks=60, max_num_batched_tokens=100).engine
+    engine = paged_engine(block_size=8, num_blocks=60, max_num_batched_tokens=100)
     prompt = LONG[:43]  # the last block is partly filled
     with engine.requests() as states:
         states.append(engine.add_request(prompt, params(6, temperature=1.5, seed=5, n=4)))
@@ -611,8 +611,8 @@ def test_preemption_is_invisible():
         params(24, temperature=1.0, seed=4, repetition_penalty=1.4, presence_penalty=0.5),
         params(24, logprobs=2, prompt_logprobs=1),
     ] * 2
-    roomy = paged(block_size=4, num_blocks=400).engine.generate(prompts, calls)
-    engine = paged(block_size=4, num_blocks=22).engine
+    roomy = paged_engine(block_size=4, num_blocks=400).generate(prompts, calls)
+    engine = paged_engine(block_size=4, num_blocks=22)
     tight = engine.generate(prompts, calls)
     assert engine.stats().num_preemptions >= 5
     assert tokens(tight) == tokens(roomy)
@@ -631,7 +631,7 @@ def test_preemption_is_invisible():
 def test_many_samples_in_a_small_pool_all_complete():
     """huggingface/transformers PR#43150: a full cache raised an error instead of waiting."""
     prompts = random_prompts(20, VOCAB, seed=5, longest=20)
-    engine = paged(num_blocks=16, block_size=8).engine
+    engine = paged_engine(num_blocks=16, block_size=8)
     prompts = [prompt[:60] for prompt in prompts]
     assert tokens(engine.generate(prompts, params(10))) == greedy(tiny_model("llama"), prompts, 10)
 
@@ -689,7 +689,7 @@ def check_entries(entries, whole: list[int], start: int, num_best: int, logprobs
 @pytest.mark.parametrize("num_best", [0, 1, 5])
 def test_prompt_log_probabilities_equal_a_full_forward(stock, budget, num_best):
     """vllm-project/vllm#15420: prompt log-probabilities did not line up with Transformers."""
-    engine = paged(block_size=8, num_blocks=100, max_num_batched_tokens=budget).engine
+    engine = paged_engine(block_size=8, num_blocks=100, max_num_batched_tokens=budget)
     prompts = [LONG[:33], *PROMPTS[:4], [7]]
     for _ in range(2):  # vllm-project/vllm#8268: the second time, with a cached prefix, crashed the engine
         for output in engine.generate(prompts, params(3, prompt_logprobs=num_best)):
@@ -704,7 +704,7 @@ def test_prompt_log_probabilities_do_not_depend_on_who_came_before(stock):
     first, second = LONG[:40] + [3, 4], LONG[:40] + [150, 60, 70]
     seen = {}
     for order in ((first, second), (second, first), (first, second, first)):
-        engine = paged(block_size=8, num_blocks=100).engine
+        engine = paged_engine(block_size=8, num_blocks=100)
         engine.generate([LONG[:40]], params(2))
         for prompt in order:
             (output,) = engine.generate([prompt], params(2, prompt_logprobs=2))

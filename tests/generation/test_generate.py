@@ -141,7 +141,8 @@ def test_calls_that_the_engine_runs_equal_stock(model, stock, name, batch):
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gpt2", "deepseek_v3"])
 def test_other_families_equal_stock(family):
     answers = [
-        each.generate(**padded(ROWS), max_new_tokens=8, min_new_tokens=8) for each in (tiny_model(family), paged(family))
+        each.generate(**padded(ROWS), max_new_tokens=8, min_new_tokens=8)
+        for each in (tiny_model(family), paged(family))
     ]
     assert torch.equal(answers[0], answers[1])
 

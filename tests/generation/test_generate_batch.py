@@ -64,7 +64,9 @@ def test_result_fields_are_those_of_transformers():
     from transformers.generation.continuous_batching.requests import GenerationOutput as Theirs
 
     names = {field.name for field in dataclasses.fields(Theirs)}
-    assert {name for name in names if not name.startswith("_")} <= {f.name for f in dataclasses.fields(GenerationOutput)}
+    assert {name for name in names if not name.startswith("_")} <= {
+        f.name for f in dataclasses.fields(GenerationOutput)
+    }
 
 
 def test_prompts_of_all_lengths_in_input_order(model, stock):
@@ -88,7 +90,10 @@ def test_token_ids_in_any_form(model, form):
 def test_texts_and_chats_with_a_tokenizer(model):
     tokenizer = tiny_tokenizer()
     chat = [{"role": "user", "content": "hello"}]
-    tokens = [*(tokenizer(text)["input_ids"] for text in TEXTS), tokenizer("<|user|>hello<|end|><|assistant|>").input_ids]
+    tokens = [
+        *(tokenizer(text)["input_ids"] for text in TEXTS),
+        tokenizer("<|user|>hello<|end|><|assistant|>").input_ids,
+    ]
     results = run(model, [*TEXTS, chat], tokenizer=tokenizer, max_new_tokens=5)
     assert [result.prompt_ids for result in results] == tokens
     assert answers(results) == answers(run(model, tokens, max_new_tokens=5))
