@@ -1,8 +1,8 @@
 # `make demo` is all that a fresh machine needs: Python >= 3.11 and a package index.
 
 PYTHON ?= python3
-# Words for `pip install`. On Linux PyPI's torch brings CUDA (3 GB); the small one for CPUs is
-#   make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' ...
+# Words for `pip install`. Where PyPI's torch brings CUDA, the small one comes with PyTorch's own index for CPUs:
+#   make TORCH='torch==2.13.0 --index-url URL' ...
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.17.*
 # What `make test-all` also runs with the oldest supported Transformers.

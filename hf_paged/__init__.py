@@ -32,6 +32,7 @@ _ERRORS = (
     "InvalidRequestError",
     "InvalidTokenError",
     "MissingDependencyError",
+    "MissingDependencyError",
     "NonFiniteLogitsError",
     "NotEnoughMemoryError",
     "NotSupportedError",

@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "cache_layer_tensors",
     "cache_output_field",
     "causal_model_class",
+    "checkpointing_drops_cache",
     "eager_attention",
     "faithful_attention",
     "mask_function",
@@ -140,6 +142,20 @@ def stock_attention(name: str, module: torch.nn.Module) -> Callable:
     if name == "eager":
         return eager_attention(module)
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def checkpointing_drops_cache(model: torch.nn.Module) -> bool:
+    """Returns whether layers in training mode, with activation checkpointing, ignore a cache that they are given.
+
+    They all did until checkpointing moved from `__call__` into `forward`; since then only when gradients are wanted.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+    """
+    if not model.training or "__call__" not in vars(GradientCheckpointingLayer):
+        return False
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def faithful_attention(model: Any, name: str) -> str:

@@ -254,6 +254,32 @@ def test_paging_again_changes_the_settings():
     assert answer(model) == answer(tiny_model("llama"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_model_of_another_dtype_gets_another_engine(dtype):
+    model, stock = paged(), tiny_model("llama")
+    first = model.engine
+    answer(model)
+    for each in (model, stock):
+        assert each.to(dtype) is each
+    assert answer(model)[:3] == answer(stock)[:3]
+    assert model.engine is not first and model.engine.plan.dtype == str(dtype).removeprefix("torch.")
+    with pytest.raises(EngineClosedError):
+        first.generate(MANY)
+    again = model.engine
+    assert model.to(dtype).to("cpu").engine is again
+
+
+def test_vocabulary_that_grows_is_noticed():
+    model, stock = paged(), tiny_model("llama")
+    for each in (model, stock):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(210)
+    prompt = torch.tensor([[5, 17, 205]])
+    assert torch.equal(model.generate(prompt, max_new_tokens=6), stock.generate(prompt, max_new_tokens=6))
+    with pytest.raises(hf_paged.InvalidTokenError, match="vocabulary of 210"):
+        model.generate(prompt + 5, max_new_tokens=6)
+
+
 # --------------------------------------------------------------------------------------- adapters
 
 

@@ -358,6 +358,7 @@ class PagedCache(Cache):
                 Minus the number of tokens to remove. A positive number is the length to keep, as in Transformers
                 before 5.24.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor
         length = max((layer.length for layer in self.layers), default=0)
         keep = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
         if keep >= length:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -103,46 +103,3 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tup
         rows.append(tokens[start:end])
         starts.append(start)
     return rows, starts
-
-
-def dropout_of(model: torch.nn.Module) -> str | None:
-    """Returns what drops out in a model in training mode, or `None`; attention's own dropout is not run by the engine.
-
-    Args:
-        model (`PreTrainedModel`):
-            The model.
-    """
-    if not model.training:
-        return None
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
-            return name
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
-    names = ("attention_dropout", "attn_pdrop", "attn_dropout", "dropout")
-    return next((f"config.{name}" for name in names if getattr(config, name, None)), None)
-
-
-def tuner_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Returns the layers of PEFT adapters, if the model has any.
-
-    Args:
-        model (`PreTrainedModel`):
-            The model.
-    """
-    if getattr(model, "peft_config", None) is not None or hasattr(model, "_hf_peft_config_loaded"):
-        yield from (module for module in model.modules() if hasattr(module, "active_adapters"))
-
-
-def replaced_by_adapter(model: torch.nn.Module) -> str | None:
-    """Returns what PEFT does during a call of `generate` that the engine would not see, or `None`.
-
-    Args:
-        model (`PreTrainedModel`):
-            The model.
-    """
-    cls: Any = type(model)
-    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not cls.prepare_inputs_for_generation:
-        return "the model's inputs are prepared by an adapter (soft prompts)"
-    if any(module._forward_pre_hooks for module in tuner_layers(model)):
-        return "the adapter layers have hooks (an adapter for each row)"
-    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
@@ -17,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..cache.block_manager import BlockManager
@@ -30,15 +28,14 @@ from ..errors import (
     NonFiniteLogitsError,
     NotSupportedError,
     QueueFullError,
-    RequestAbortedError,
     StepFailedError,
 )
 from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
-from .coverage import dropout_of, tuner_layers
 from .model_runner import ModelRunner
+from .model_state import eos_token_ids, fingerprint, sampling_defaults, training_obstacle
 from .outputs import RequestOutput, SamplerOutput, StepResult
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
@@ -75,6 +72,9 @@ class Engine:
         UnsupportedAttentionError: If no attention backend has what the model needs.
     """
 
+    scheduler: Scheduler
+    _block_manager: BlockManager
+
     def __init__(self, model: PreTrainedModel, config: PagedConfig | None = None, *, tokenizer: Any = None):
         self.config = config or PagedConfig()
         self.tokenizer = tokenizer
@@ -96,12 +96,6 @@ class Engine:
                 rejected_backends=rejected,
                 activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
             )
-        self.limits = Limits(
-            self.plan,
-            num_embeddings(model),
-            model.config.get_text_config(decoder=True).vocab_size,
-            _eos_token_ids(model),
-        )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self._policy = policy
         self._states: dict[str, RequestState] = {}
@@ -114,7 +108,7 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         self._runner: ModelRunner | None = None
-        self._weights = _fingerprint(model)
+        self._weights = fingerprint(model)
         self.reset_stats()
         self._reset_bookkeeping()
 
@@ -176,7 +170,7 @@ class Engine:
         group = make_group(
             tokens,
             params,
-            dataclasses.replace(self.limits, eos_token_ids=_eos_token_ids(self.model)),
+            self.limits,
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,
@@ -207,15 +201,12 @@ class Engine:
     def _checked(
         self, prompt_token_ids: Any, params: SamplingParams | None, tokenizer: Any
     ) -> tuple[list[int], SamplingParams]:
-        dropout = dropout_of(self.model)
-        if dropout is not None:
-            raise NotSupportedError(
-                f"The model is in training mode and drops out (`{dropout}`), which the engine does not do; call "
-                "`model.eval()` first."
-            )
-        params = self.resolve(params)
-        tokens = check_prompt(prompt_token_ids, self.limits)
-        check_params(params, self.limits, tokenizer)
+        obstacle = training_obstacle(self.model)
+        if obstacle is not None:
+            raise NotSupportedError(f"The model is in training mode, and {obstacle}; call `model.eval()` first.")
+        params, limits = self.resolve(params), self.limits
+        tokens = check_prompt(prompt_token_ids, limits)
+        check_params(params, limits, tokenizer)
         return tokens, params
 
     def resolve(self, params: SamplingParams | None) -> SamplingParams:
@@ -232,7 +223,7 @@ class Engine:
             params = SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"`sampling_params` must be a SamplingParams, got {type(params).__name__}.")
-        return params.resolved(sampling_defaults(self.model.generation_config))
+        return params.resolved(sampling_defaults(self.model))
 
     def _enqueue(self, state: RequestState) -> None:
         limit = self.plan.max_queue_size
@@ -241,7 +232,7 @@ class Engine:
                 f"{self.scheduler.num_waiting + len(self._inbox)} requests are waiting and `max_queue_size` is "
                 f"{limit}; try again later."
             )
-        fingerprint = _fingerprint(self.model)
+        weights = fingerprint(self.model)
         ids = _ids_of(state)
         with self._condition:
             taken = sorted(ids & self._ids)
@@ -250,8 +241,8 @@ class Engine:
                     f"`request_id` {taken[0]!r} belongs to a request that is still running, or to a branch of one."
                 )
             self._ids |= ids
-            if fingerprint != self._weights:
-                self._weights = fingerprint
+            if weights != self._weights:
+                self._weights = weights
                 self._inbox.append(self._block_manager.reset_prefix_cache)
             self._states[state.request_id] = state
             self._inbox.append(lambda: self.scheduler.add(state.group))
@@ -626,6 +617,13 @@ class Engine:
         return model
 
     @property
+    def limits(self) -> Limits:
+        """Returns what a request must respect now: the vocabulary and the end tokens may change with time."""
+        model = self.model
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        return Limits(self.plan, num_embeddings(model), vocab_size, eos_token_ids(model))
+
+    @property
     def is_closed(self) -> bool:
         """Returns whether `close` was called."""
         return self._closed
@@ -755,19 +753,6 @@ class Engine:
         return worked
 
 
-def sampling_defaults(generation_config: Any) -> dict[str, Any]:
-    """Returns the sampling parameters that a model's generation configuration sets.
-
-    Args:
-        generation_config (`GenerationConfig`):
-            The model's own.
-    """
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {name: getattr(generation_config, name, None) for name in names}
-    values["max_tokens"] = getattr(generation_config, "max_new_tokens", None)
-    return values
-
-
 def _ids_of(state: RequestState) -> set[str]:
     return {state.request_id, *(request.request_id for request in state.group.requests)}
 
@@ -777,23 +762,3 @@ def _non_finite(request: Request) -> NonFiniteLogitsError:
         f"The logits of request {request.request_id!r} at position {request.num_tokens} leave no token to choose: they "
         "hold NaN or infinite numbers, or every token is forbidden. Other requests are not touched."
     )
-
-
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    value = model.generation_config.eos_token_id
-    if value is None:
-        return frozenset()
-    return frozenset({int(value)} if isinstance(value, int) else map(int, value))
-
-
-def _fingerprint(model: torch.nn.Module) -> int:
-    """A number that changes when weights are written in place, replaced, or an adapter is switched."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    parts: list[Any] = [getattr(module, name, None) for module in tuner_layers(model) for name in names]
-    for parameter in model.parameters():
-        version = 0 if parameter.is_inference() else parameter._version
-        parts.append((parameter.data_ptr(), version))
-    return hash(repr(parts))
-
-
-__all__ = ["Engine", "RequestAbortedError", "sampling_defaults"]

@@ -17,8 +17,9 @@ from ..cache.paged_cache import PagedCache
 from ..errors import InvalidRequestError
 from .answer import RequestState
 from .attention import IMPLEMENTATIONS
-from .coverage import dropout_of, foreign_field, foreign_input, replaced_by_adapter, rows_of
+from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
+from .model_state import replaced_by_adapter, training_obstacle
 from .plan import EnginePlan
 from .sampling.params import SamplingParams
 
@@ -196,9 +197,11 @@ def _not_now(model: Any) -> str | None:
         return "the engine cannot run this model"
     if model.config._attn_implementation not in IMPLEMENTATIONS:
         return f"the attention implementation was set to {model.config._attn_implementation!r}"
-    dropout = dropout_of(model)
-    if dropout is not None:
-        return f"the model is in training mode and drops out (`{dropout}`)"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on, under which layers compute in another dtype than the K/V pool's"
+    obstacle = training_obstacle(model)
+    if obstacle is not None:
+        return f"the model is in training mode, and {obstacle}"
     return replaced_by_adapter(model)
 
 

@@ -223,6 +223,17 @@ class PagedGenerationMixin:
         self.__class__ = _stock_class(type(self))
         return self
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        """What `to`, `half`, `cuda` and their siblings come down to. An engine is for one dtype and device."""
+        before = self.dtype, self.device  # type: ignore[attr-defined]
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        if (self.dtype, self.device) != before:  # type: ignore[attr-defined]
+            with _engines_lock:
+                engine = _engines.pop(self, None)  # type: ignore[call-overload]
+            if engine is not None:
+                engine.close()  # the next use makes another
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _rebuild, (_stock_class(type(self)),), self.__getstate__()
 

@@ -104,13 +104,13 @@ def check_against_stock(
             f"{type(model).__name__} fails when its tokens come in one flat row: {type(error).__name__}: {error}"
         ) from error
     expected = torch.stack(stock).double()
-    error, size = float((logits.double() - expected).norm()), float(expected.norm())
+    difference, size = float((logits.double() - expected).norm()), float(expected.norm())
     tolerance = _TOLERANCE.get(stock[0].dtype, _TOLERANCE_HALF)
-    if not error <= tolerance * size and bool(expected.isfinite().all()):
+    if not difference <= tolerance * size and bool(expected.isfinite().all()):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives other logits on the paged path than on its own: relative error "
-            f"{error:.2g} / {size:.2g}, allowed {tolerance:.2g}. Some layer does more than attention over keys and "
-            "values."
+            f"{difference:.2g} / {size:.2g}, allowed {tolerance:.2g}. "
+            "Some layer does more than attention over keys and values."
         )
 
 

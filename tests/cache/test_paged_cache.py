@@ -128,8 +128,8 @@ def test_crop_frees_blocks_and_the_rest_continues(argument, keep):
     model, tokens = tiny_model("mistral"), tokens_of(2, 45)
     cache = PagedCache(model.config)
     forward(model, tokens[:, :40], cache)
-    cache.crop(argument)
-    assert cache.get_seq_length() == keep
+    cache.crop(torch.tensor(argument) if argument == -8 else argument)  # Transformers gives a tensor at times
+    assert cache.get_seq_length() == keep and isinstance(cache.get_seq_length(), int)
     assert cache.num_blocks_held == 2 * -(-keep // 16)
     again = forward(model, tokens[:, keep:], cache)
     torch.testing.assert_close(again, forward(model, tokens, DynamicCache())[:, keep:], atol=1e-5, rtol=1e-5)

@@ -229,6 +229,24 @@ def test_who_decides_the_length(model, stock, in_model, in_config, in_call):
     assert lengths[0] == lengths[1] == (in_call or in_config or in_model or 20)
 
 
+@pytest.mark.parametrize("sources", range(8))
+def test_who_decides_where_a_text_ends(model, stock, sources):
+    """Of the model's own end token, the configuration's and the call's, the last one given counts."""
+    third, fourth, fifth = stock.generate(PROMPT, max_new_tokens=5)[0, -3:].tolist()
+    stock_config, answers = stock.generation_config, []
+    try:
+        for each in (stock, model):
+            each.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=fifth if sources & 1 else None)
+            given = {"eos_token_id": third} if sources & 2 else {}
+            if sources & 4:
+                given["generation_config"] = GenerationConfig(eos_token_id=fourth, do_sample=True, top_k=1)
+            answers.append(each.generate(PROMPT, max_new_tokens=9, **given)[0, PROMPT.shape[1] :].tolist())
+    finally:
+        stock.generation_config = stock_config
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == (3 if sources & 2 else 4 if sources & 4 else 5 if sources & 1 else 9)
+
+
 # --------------------------------------------------------------------------------------- sampling
 
 
@@ -366,6 +384,14 @@ def test_calls_beyond_the_engines_limits_go_through_the_loop(stock, what):
         call |= {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
     answer = model.generate(PROMPT, **call)
     assert torch.equal(answer, stock.generate(PROMPT, **call)) and steps(model) == 0
+
+
+def test_autocast_goes_through_the_loop(model, stock):
+    answers, before = [], steps(model)
+    for each in (stock, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            answers.append(each.generate(PROMPT, max_new_tokens=6))
+    assert torch.equal(answers[0], answers[1]) and steps(model) == before
 
 
 def test_embeddings_count_as_ids_do(model, stock):

@@ -1,0 +1,312 @@
+"""The requests that an engine is running: what a step did to them, who is told, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..cache.block_manager import BlockManager
+from ..errors import EngineError, NonFiniteLogitsError, StepFailedError
+from .answer import RequestState
+from .outputs import SamplerOutput, StepResult
+from .plan import EnginePlan
+from .policies import SchedulingPolicy
+from .request import FinishReason, Request, RequestStatus
+from .sampling.logprobs import prompt_logprobs
+from .sampling.sampler import Sampler
+from .scheduler import Scheduler, SchedulerConfig
+from .stats import EngineStats
+from .step import ScheduledRequest, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class LiveRequests:
+    """Everything of an engine that needs no model: its requests, their scheduler and blocks, and the statistics.
+
+    Args:
+        plan (`EnginePlan`):
+            The limits.
+        policy (`Callable[[], SchedulingPolicy]`):
+            Makes the scheduling policy.
+        num_groups (`int`):
+            Layer groups.
+        sampler (`Sampler`):
+            Forgets the requests that have ended.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, policy: Callable[[], SchedulingPolicy], num_groups: int, sampler: Sampler
+    ):
+        self.states: dict[str, RequestState] = {}
+        self.ids: set[str] = set()  # of the requests and of their branches
+        self._plan = plan
+        self._policy = policy
+        self._num_groups = num_groups
+        self._sampler = sampler
+        self._make_scheduler()
+        self.reset_stats()
+
+    def _make_scheduler(self) -> None:
+        plan = self._plan
+        self.block_manager = BlockManager(
+            [plan.num_blocks] * self._num_groups, plan.block_size, plan.enable_prefix_caching
+        )
+        config = SchedulerConfig(
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            enable_chunked_prefill=plan.enable_chunked_prefill,
+        )
+        self.scheduler = Scheduler(config, self.block_manager, self._policy())
+
+    # ------------------------------------------------------------------ coming and going
+
+    def add(self, state: RequestState) -> None:
+        """Gives a request to the scheduler.
+
+        Args:
+            state (`RequestState`):
+                A request that is in `states` and whose ids are in `ids`.
+        """
+        self.scheduler.add(state.group)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; unknown and finished ones are ignored.
+
+        Args:
+            request_id (`str`):
+                Which.
+        """
+        state = self.states.get(request_id)
+        if state is not None:
+            self.scheduler.abort(request_id)
+            self._settle(state)
+
+    def forget_all(self, error: EngineError, reason: FinishReason) -> None:
+        """Ends all requests without asking the scheduler, and forgets all blocks.
+
+        Args:
+            error (`EngineError`):
+                What those who wait are told.
+            reason (`FinishReason`):
+                Why the requests ended.
+        """
+        for state in list(self.states.values()):
+            for request in state.group.requests:
+                if not request.is_finished:
+                    request.error, request.finish_reason = error, reason
+                    request.status = RequestStatus.FINISHED
+            self._settle(state)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all blocks; nobody may be running. What was counted so far still counts."""
+        self._num_preemptions -= self.scheduler.num_preemptions
+        self._num_queried -= self.block_manager.num_queried_tokens
+        self._num_hits -= self.block_manager.num_hit_tokens
+        self._make_scheduler()
+
+    # ------------------------------------------------------------------ a step
+
+    def sampled_in(self, output: SchedulerOutput) -> list[Request]:
+        """Returns the requests that get a token in a step, in schedule and branch order.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+        """
+        return [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
+
+    def take_prompt_logprobs(
+        self, output: SchedulerOutput, result: StepResult
+    ) -> list[tuple[Request, NonFiniteLogitsError]]:
+        """Takes in what a step says about prompts.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            result (`StepResult`):
+                What it computed.
+
+        Returns:
+            The requests whose logits were not finite, and the error of each.
+        """
+        refused = []
+        for share in output.scheduled:
+            if share.request_id in result.prompt_rows:
+                try:
+                    self._take_chunk(share, result)
+                except NonFiniteLogitsError as error:
+                    refused.append((self.scheduler.requests[share.request_id], error))
+        return refused
+
+    def _take_chunk(self, share: ScheduledRequest, result: StepResult) -> None:
+        request = self.scheduler.requests[share.request_id]
+        begin, end = result.prompt_rows[share.request_id]
+        first = share.num_computed_tokens
+        # The logits at position p are about the token at p + 1; beyond the prompt they are about the answer.
+        about = request.token_ids[first + 1 : min(first + 1 + end - begin, request.num_prompt_tokens)]
+        if about:
+            entries = prompt_logprobs(
+                result.logits[begin : begin + len(about)], about, request.params.prompt_logprobs or 0
+            )
+            _state_of(request).add_prompt_logprobs(first + 1, entries)
+
+    def collect(
+        self,
+        output: SchedulerOutput,
+        choice: SamplerOutput,
+        refused: Iterable[tuple[Request, NonFiniteLogitsError]],
+        read_kv: Callable[[str, int], Any],
+    ) -> None:
+        """A step has run: its tokens are appended, texts and log-probabilities follow, and everybody is told.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            choice (`SamplerOutput`):
+                Its tokens, in the order of `sampled_in`.
+            refused (`Iterable[tuple[Request, NonFiniteLogitsError]]`):
+                What `take_prompt_logprobs` returned.
+            read_kv (`Callable[[str, int], Any]`):
+                Copies the K/V of a request's first tokens out of its blocks.
+        """
+        requests = self.sampled_in(output)
+        failed = set(choice.failed_rows)
+        tokens = {
+            request.request_id: token
+            for row, (request, token) in enumerate(zip(requests, choice.token_ids, strict=True))
+            if row not in failed
+        }
+        touched = {}
+        for request, error in [*refused, *((requests[row], _non_finite(requests[row])) for row in failed)]:
+            self._fail(request, error)
+            touched[id(request.group)] = _state_of(request)
+        self.scheduler.update_from_output(output, tokens)
+        self._observe(output, len(tokens))
+        for row, request in enumerate(requests):
+            touched[id(request.group)] = _state_of(request)
+            if row not in failed:
+                self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
+        for state in touched.values():
+            self._settle(state)
+
+    def _advance(self, request: Request, logprobs: Any, read_kv: Callable[[str, int], Any]) -> None:
+        state = _state_of(request)
+        answer = state.answers[request.branch]
+        if request.is_finished and state.keep_kv:
+            # Its blocks are free since a moment, but nobody can have taken them before the next schedule.
+            answer.kv = read_kv(request.request_id, request.num_tokens - 1)
+        if logprobs is not None:
+            answer.add_logprobs(logprobs)
+        stop = answer.advance()
+        if stop is not None and not request.is_finished:
+            self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
+        elif stop is not None:
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+
+    def fail_step(self, output: SchedulerOutput, cause: Exception) -> None:
+        """A step has raised: its requests fail with the cause, and all others go on.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            cause (`Exception`):
+                What it raised.
+        """
+        logger.debug("a step failed", exc_info=cause)
+        self.counters.num_failed_steps += 1
+        ids = {request_id for share in output.scheduled for request_id in (share.request_id, *share.sample_ids)}
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
+        self.scheduler.cancel(output)
+        for request in requests:
+            error = StepFailedError(
+                f"A step with {len(output.scheduled)} requests and {output.num_scheduled_tokens} tokens failed: "
+                f"{type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+            self._fail(request, error)
+        for state in {id(request.group): _state_of(request) for request in requests}.values():
+            self._settle(state)
+
+    # ------------------------------------------------------------------ telling
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        self.scheduler.finish(request, FinishReason.ERROR, error=error)
+
+    def _settle(self, state: RequestState) -> None:
+        """Tells the caller about news, and lets go of a request whose answers have all ended."""
+        if state.group.is_finished and not state.finished:
+            for answer in state.answers:
+                answer.advance()
+                self._sampler.forget(answer.request.request_id)
+            self.states.pop(state.request_id, None)
+            self.ids -= ids_of(state)
+            self.counters.num_finished += 1
+            state.finished = True
+        if state.on_update is not None:
+            try:
+                state.on_update(state)
+            except Exception as error:
+                self._fail_callback(state, error)
+
+    def _fail_callback(self, state: RequestState, cause: Exception) -> None:
+        """Whoever waits for a request by a callback that raises is told so by the request, and nobody else is."""
+        state.on_update = None
+        error = EngineError(f"The callback of request {state.request_id!r} raised {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        for request in state.group.requests:
+            self._fail(request, error)
+            request.error = request.error or error
+        self._settle(state)
+
+    # ------------------------------------------------------------------ counting
+
+    def _observe(self, output: SchedulerOutput, num_tokens: int) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.num_generated_tokens += num_tokens
+        counters.num_computed_tokens += output.num_scheduled_tokens
+        counters.peak_running = max(counters.peak_running, len(output.scheduled))
+        manager = self.block_manager
+        counters.observe_blocks(manager.num_blocks_held, manager.num_tokens_stored, self._plan.block_size)
+
+    def stats(self) -> EngineStats:
+        """Returns counters and timers since the engine was made or since `reset_stats`."""
+        counters = self.counters
+        counters.num_preemptions = self.scheduler.num_preemptions - self._num_preemptions
+        counters.num_prompt_tokens = self.block_manager.num_queried_tokens - self._num_queried
+        counters.num_cached_tokens = self.block_manager.num_hit_tokens - self._num_hits
+        return counters
+
+    def reset_stats(self) -> None:
+        """Sets all counters and timers back."""
+        self.counters = EngineStats(bytes_per_block=self._plan.bytes_per_block, pool_bytes=self._plan.pool_bytes)
+        # What the scheduler and the blocks had counted by now.
+        self._num_preemptions = self.scheduler.num_preemptions
+        self._num_queried = self.block_manager.num_queried_tokens
+        self._num_hits = self.block_manager.num_hit_tokens
+
+
+def ids_of(state: RequestState) -> set[str]:
+    """Returns the ids of a request and its branches.
+
+    Args:
+        state (`RequestState`):
+            The request.
+    """
+    return {state.request_id, *(request.request_id for request in state.group.requests)}
+
+
+def _state_of(request: Request) -> RequestState:
+    assert request.group is not None, "every request of an engine belongs to a group"
+    return request.group.context
+
+
+def _non_finite(request: Request) -> NonFiniteLogitsError:
+    return NonFiniteLogitsError(
+        f"The logits of request {request.request_id!r} at position {request.num_tokens} leave no token to choose: they "
+        "hold NaN or infinite numbers, or every token is forbidden. Other requests are not touched."
+    )
