@@ -6,6 +6,8 @@ import os
 import random
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch is loaded: where other processes take a core, threads that wait by spinning cost a factor of ten.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

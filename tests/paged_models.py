@@ -24,5 +24,5 @@ def paged_engine(family: str = "llama", **config: Any) -> Any:
 def assert_idle(engine: Any) -> None:
     """Nothing is left of earlier requests: no live request, no held block."""
     assert not engine.has_unfinished
-    assert not engine.scheduler.requests
-    assert engine._block_manager.num_blocks_held == 0
+    assert not engine.live.scheduler.requests
+    assert engine.live.block_manager.num_blocks_held == 0

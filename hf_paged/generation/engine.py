@@ -1,14 +1,13 @@
 """The engine: one step is schedule, launch, collect; requests come in at any time and leave when they are done.
 
-There is no thread behind it. Whoever waits for a request runs the steps, for everybody: of several waiting threads
-one drives and the others sleep until it has news for them or stops driving.
+There is no thread behind it. Whoever waits for a request runs the steps, for everybody; several waiting threads take
+turns at it.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -18,39 +17,31 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..cache.block_manager import BlockManager
 from ..cache.layer_discovery import find_layers
 from ..configuration import PagedConfig
 from ..errors import (
     EngineClosedError,
     EngineError,
     InvalidRequestError,
-    NonFiniteLogitsError,
     NotSupportedError,
     QueueFullError,
-    StepFailedError,
 )
 from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
+from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
 from .model_state import eos_token_ids, fingerprint, sampling_defaults, training_obstacle
-from .outputs import RequestOutput, SamplerOutput, StepResult
+from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
 from .probe import activation_bytes, check_against_stock, evaluating
-from .request import FinishReason, Request, RequestStatus
-from .sampling.logprobs import prompt_logprobs
+from .request import FinishReason
 from .sampling.params import SamplingParams
 from .sampling.sampler import Sampler
-from .scheduler import Scheduler, SchedulerConfig
 from .stats import EngineStats
-from .step import ScheduledRequest, SchedulerOutput
-
-logger = logging.getLogger(__name__)
-
-_IDLE_WAIT = 0.05
+from .turns import Turns
 
 
 class Engine:
@@ -71,9 +62,6 @@ class Engine:
         NotEnoughMemoryError: If not even one block fits.
         UnsupportedAttentionError: If no attention backend has what the model needs.
     """
-
-    scheduler: Scheduler
-    _block_manager: BlockManager
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig | None = None, *, tokenizer: Any = None):
         self.config = config or PagedConfig()
@@ -97,20 +85,14 @@ class Engine:
                 activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
             )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
-        self._policy = policy
-        self._states: dict[str, RequestState] = {}
-        self._ids: set[str] = set()  # of the live requests and their branches
+        self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._condition = threading.Condition()
-        self._driving = False
-        self._driver: int | None = None  # the thread that runs the steps
+        self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
         self._pid = os.getpid()
         self._runner: ModelRunner | None = None
         self._weights = fingerprint(model)
-        self.reset_stats()
-        self._reset_bookkeeping()
 
     # ------------------------------------------------------------------ requests
 
@@ -227,26 +209,25 @@ class Engine:
 
     def _enqueue(self, state: RequestState) -> None:
         limit = self.plan.max_queue_size
-        if limit is not None and self.scheduler.num_waiting + len(self._inbox) >= limit:
+        num_waiting = self.live.scheduler.num_waiting + len(self._inbox)
+        if limit is not None and num_waiting >= limit:
             raise QueueFullError(
-                f"{self.scheduler.num_waiting + len(self._inbox)} requests are waiting and `max_queue_size` is "
-                f"{limit}; try again later."
+                f"{num_waiting} requests are waiting and `max_queue_size` is {limit}; try again later."
             )
-        weights = fingerprint(self.model)
-        ids = _ids_of(state)
-        with self._condition:
-            taken = sorted(ids & self._ids)
+        weights, ids = fingerprint(self.model), ids_of(state)
+        with self._turns.lock:
+            taken = sorted(ids & self.live.ids)
             if taken:
                 raise InvalidRequestError(
                     f"`request_id` {taken[0]!r} belongs to a request that is still running, or to a branch of one."
                 )
-            self._ids |= ids
+            self.live.ids |= ids
+            self.live.states[state.request_id] = state
             if weights != self._weights:
                 self._weights = weights
-                self._inbox.append(self._block_manager.reset_prefix_cache)
-            self._states[state.request_id] = state
-            self._inbox.append(lambda: self.scheduler.add(state.group))
-            self._condition.notify_all()
+                self._forget_prefixes()
+            self._inbox.append(lambda: self.live.add(state))
+            self._turns.notify()
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its answers so far stay. Unknown and finished requests are ignored. Thread-safe.
@@ -255,16 +236,10 @@ class Engine:
             request_id (`str`):
                 Which.
         """
-        with self._condition:
-            if request_id in self._states:
-                self._inbox.append(lambda: self._abort_now(request_id))
-                self._condition.notify_all()
-
-    def _abort_now(self, request_id: str) -> None:
-        state = self._states.get(request_id)
-        if state is not None:
-            self.scheduler.abort(request_id)
-            self._settle(state)
+        with self._turns.lock:
+            if request_id in self.live.states:
+                self._inbox.append(lambda: self.live.abort(request_id))
+                self._turns.notify()
 
     # ------------------------------------------------------------------ running
 
@@ -343,7 +318,7 @@ class Engine:
             return any(state.finished for state in pending)
 
         while pending:
-            self._drive_until(any_finished)
+            self._turns.run_until(any_finished, self.step)
             finished = [state for state in pending if state.finished]
             pending = [state for state in pending if not state.finished]
             yield from finished
@@ -357,28 +332,7 @@ class Engine:
             news (`Callable[[], bool]`, *optional*):
                 Whether there is something to return for.
         """
-        self._drive_until(lambda: state.finished or (news is not None and news()))
-
-    def _drive_until(self, done: Callable[[], bool], step: bool = True) -> None:
-        """Runs steps, or sleeps while another thread runs them, until a condition holds."""
-        while True:
-            with self._condition:
-                while self._driving and not done():
-                    self._condition.wait()
-                if done():
-                    return
-                self._driving, self._driver = True, threading.get_ident()
-            try:
-                worked = self.step() if step else self._drain_inbox()
-            finally:
-                with self._condition:
-                    self._driving, self._driver = False, None
-                    if self._closed:
-                        self._tear_down()
-                    self._condition.notify_all()
-            if not worked and not done():
-                with self._condition:
-                    self._condition.wait(_IDLE_WAIT)
+        self._turns.run_until(lambda: state.finished or (news is not None and news()), self.step)
 
     def serve(self, stop: threading.Event) -> None:
         """Runs steps whenever there is something to do, until told to stop. For a thread of its own.
@@ -388,16 +342,18 @@ class Engine:
                 Ends it; follow `stop.set()` with `wake()`.
         """
         while not stop.is_set():
-            with self._condition:
-                while not (stop.is_set() or self._closed or (not self._asleep and (self._states or self._inbox))):
-                    self._condition.wait()
+            with self._turns.lock:
+                while not (stop.is_set() or self._closed or (self._has_work() and not self._asleep)):
+                    self._turns.lock.wait()
             self._check_usable()
-            self._drive_until(lambda: stop.is_set() or not (self._states or self._inbox))
+            self._turns.run_until(lambda: stop.is_set() or not self._has_work(), self.step)
+
+    def _has_work(self) -> bool:
+        return bool(self.live.states or self._inbox)
 
     def wake(self) -> None:
         """Makes every waiting thread look again at what it waits for."""
-        with self._condition:
-            self._condition.notify_all()
+        self._turns.notify()
 
     def abort_all(self, states: Sequence[RequestState] | None = None) -> None:
         """Ends requests and waits until they have ended; their answers so far stay.
@@ -406,12 +362,12 @@ class Engine:
             states (`Sequence[RequestState]`, *optional*):
                 The requests; those that have ended already are fine. By default all.
         """
-        states = list(self._states.values()) if states is None else states
+        states = list(self.live.states.values()) if states is None else states
         unfinished = [state for state in states if not state.finished]
         for state in unfinished:
             self.abort(state.request_id)
         if unfinished and not self._closed:
-            self._drive_until(lambda: all(state.finished for state in unfinished), step=False)
+            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._drain_inbox)
 
     def step(self) -> bool:
         """Runs one step. Only one thread at a time may call it; `wait` and its siblings see to that.
@@ -420,10 +376,10 @@ class Engine:
             `bool`: Whether there was anything to do.
         """
         self._check_usable()
-        started = time.perf_counter()
+        live, started = self.live, time.perf_counter()
         try:
             self._drain_inbox()
-            output = self.scheduler.schedule()
+            output = live.scheduler.schedule()
         except BaseException as error:
             self._start_over(error)
             raise
@@ -435,172 +391,48 @@ class Engine:
             handle = runner.launch(output)
             result = runner.collect(handle)
             modelled = time.perf_counter()
-            requests = [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
-            choice = self.sampler.sample(result.logits, requests, result.sample_rows)
-            refused = self._take_prompt_logprobs(output, result)
+            choice = self.sampler.sample(result.logits, live.sampled_in(output), result.sample_rows)
+            refused = live.take_prompt_logprobs(output, result)
         except Exception as error:
-            self._fail_step(output, error)
+            live.fail_step(output, error)
+            if self._runner is not None:
+                self._runner.cache.abandon()
             return True
         except BaseException:  # Ctrl-C: the step did not happen; other threads' requests run it again
-            self.scheduler.cancel(output)
+            live.scheduler.cancel(output)
             raise
         sampled = time.perf_counter()
         try:
-            for request, why in refused:
-                self._fail(request, why)
-            self._collect(output, requests, choice)
-            for request, _ in refused:
-                assert request.group is not None, "every request belongs to a group"
-                self._settle(request.group.context)
+            live.collect(output, choice, refused, runner.read)
         except BaseException as error:
             self._start_over(error)
             raise
-        stats = self._stats
-        stats.seconds_schedule += scheduled - started
-        stats.seconds_inputs += handle.seconds_inputs
-        stats.seconds_model += modelled - scheduled - handle.seconds_inputs
-        stats.seconds_sample += sampled - modelled
-        stats.seconds_collect += time.perf_counter() - sampled
+        counters = live.counters
+        counters.seconds_schedule += scheduled - started
+        counters.seconds_inputs += handle.seconds_inputs
+        counters.seconds_model += modelled - scheduled - handle.seconds_inputs
+        counters.seconds_sample += sampled - modelled
+        counters.seconds_collect += time.perf_counter() - sampled
         return True
-
-    def _collect(self, output: SchedulerOutput, requests: list[Request], choice: SamplerOutput) -> None:
-        failed = set(choice.failed_rows)
-        tokens = {
-            request.request_id: token
-            for row, (request, token) in enumerate(zip(requests, choice.token_ids, strict=True))
-            if row not in failed
-        }
-        for row in failed:
-            self._fail(requests[row], _non_finite(requests[row]))
-        self.scheduler.update_from_output(output, tokens)
-        self._observe(output)
-        self._stats.num_generated_tokens += len(tokens)
-        touched: dict[str, RequestState] = {}
-        for row, request in enumerate(requests):
-            group = request.group
-            assert group is not None, "every request belongs to a group"
-            state: RequestState = group.context
-            touched[group.group_id] = state
-            if row in failed:
-                continue
-            answer = state.answers[request.branch]
-            if request.is_finished and state.keep_kv:
-                # Its blocks are free since a moment, but nobody can have taken them before the next schedule.
-                answer.kv = self._ready_runner().read(request.request_id, request.num_tokens - 1)
-            if choice.logprobs is not None and (entry := choice.logprobs[row]) is not None:
-                answer.add_logprobs(entry)
-            stop = answer.advance()
-            if stop is not None and not request.is_finished:
-                self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
-            elif stop is not None:
-                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
-        for state in touched.values():
-            self._settle(state)
-
-    def _settle(self, state: RequestState) -> None:
-        """Tells the caller about news, and lets go of a request whose answers have all ended."""
-        if state.group.is_finished and not state.finished:
-            for answer in state.answers:
-                answer.advance()
-                self.sampler.forget(answer.request.request_id)
-            self._states.pop(state.request_id, None)
-            self._ids -= _ids_of(state)
-            self._stats.num_finished += 1
-            state.finished = True
-        if state.on_update is not None:
-            try:
-                state.on_update(state)
-            except Exception as error:
-                self._fail_callback(state, error)
-
-    def _take_prompt_logprobs(
-        self, output: SchedulerOutput, result: StepResult
-    ) -> list[tuple[Request, NonFiniteLogitsError]]:
-        """Takes in what a step says about prompts; returns the requests whose logits were not finite."""
-        refused = []
-        for share in output.scheduled:
-            if share.request_id in result.prompt_rows:
-                try:
-                    self._take_chunk(share, result)
-                except NonFiniteLogitsError as error:
-                    refused.append((self.scheduler.requests[share.request_id], error))
-        return refused
-
-    def _take_chunk(self, share: ScheduledRequest, result: StepResult) -> None:
-        request = self.scheduler.requests[share.request_id]
-        begin, end = result.prompt_rows[share.request_id]
-        first = share.num_computed_tokens
-        # The logits at position p are about the token at p + 1; beyond the prompt they are about the answer.
-        about = request.token_ids[first + 1 : min(first + 1 + end - begin, request.num_prompt_tokens)]
-        if about:
-            assert request.group is not None, "every request belongs to a group"
-            entries = prompt_logprobs(
-                result.logits[begin : begin + len(about)], about, request.params.prompt_logprobs or 0
-            )
-            request.group.context.add_prompt_logprobs(first + 1, entries)
-
-    def _observe(self, output: SchedulerOutput) -> None:
-        stats = self._stats
-        stats.num_steps += 1
-        stats.num_computed_tokens += output.num_scheduled_tokens
-        stats.peak_running = max(stats.peak_running, len(output.scheduled))
-        manager = self._block_manager
-        stats.observe_blocks(manager.num_blocks_held, manager.num_tokens_stored, self.plan.block_size)
-
-    # ------------------------------------------------------------------ failing
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        self.scheduler.finish(request, FinishReason.ERROR, error=error)
-
-    def _fail_step(self, output: SchedulerOutput, cause: Exception) -> None:
-        """The requests of a step that raised fail with its cause; all others go on."""
-        logger.debug("a step failed", exc_info=cause)
-        self._stats.num_failed_steps += 1
-        ids = {share.request_id for share in output.scheduled} | {
-            request_id for share in output.scheduled for request_id in share.sample_ids
-        }
-        requests = [self.scheduler.requests[request_id] for request_id in ids]
-        self.scheduler.cancel(output)
-        if self._runner is not None:
-            self._runner.cache.abandon()
-        for request in requests:
-            error = StepFailedError(
-                f"A step with {len(output.scheduled)} requests and {output.num_scheduled_tokens} tokens failed: "
-                f"{type(cause).__name__}: {cause}"
-            )
-            error.__cause__ = cause
-            self._fail(request, error)
-        for state in {id(r.group.context): r.group.context for r in requests if r.group is not None}.values():
-            self._settle(state)
-
-    def _fail_callback(self, state: RequestState, cause: Exception) -> None:
-        """Whoever waits for a request by a callback that raises is told so by the request, and nobody else is."""
-        state.on_update = None
-        error = EngineError(f"The callback of request {state.request_id!r} raised {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        for request in state.group.requests:
-            self._fail(request, error)
-            request.error = request.error or error
-        self._settle(state)
 
     def _start_over(self, cause: BaseException) -> None:
         """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""
         error = EngineError("The engine was interrupted between two steps and started over.")
         error.__cause__ = cause
-        with self._condition:
-            self._forget_all(error, FinishReason.ERROR)
+        self._forget_all(error, FinishReason.ERROR)
 
     def _forget_all(self, error: EngineError, reason: FinishReason) -> None:
-        """Ends all requests without asking the scheduler, and lets go of the pool."""
-        for state in list(self._states.values()):
-            for request in state.group.requests:
-                if not request.is_finished:
-                    request.error, request.finish_reason = error, reason
-                    request.status = RequestStatus.FINISHED
-            self._settle(state)
-        self._inbox.clear()
-        self._runner = None
-        self._reset_bookkeeping()
+        with self._turns.lock:
+            self._inbox.clear()
+            self._runner = None
+            self.live.forget_all(error, reason)
+
+    def _drain_inbox(self) -> bool:
+        worked = False
+        while self._inbox:
+            self._inbox.popleft()()
+            worked = True
+        return worked
 
     # ------------------------------------------------------------------ life
 
@@ -631,28 +463,23 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Returns whether any request has not ended."""
-        return bool(self._states)
+        return bool(self.live.states)
 
     def stats(self) -> EngineStats:
         """Returns counters and timers since the engine was made or since `reset_stats`."""
-        stats = self._stats
-        stats.num_preemptions = self.scheduler.num_preemptions - self._preemptions_before
-        stats.num_prompt_tokens = self._block_manager.num_queried_tokens - self._queried_before
-        stats.num_cached_tokens = self._block_manager.num_hit_tokens - self._hits_before
-        return stats
+        return self.live.stats()
 
     def reset_stats(self) -> None:
         """Sets all counters and timers back."""
-        self._stats = EngineStats(bytes_per_block=self.plan.bytes_per_block, pool_bytes=self.plan.pool_bytes)
-        started = hasattr(self, "scheduler")
-        self._preemptions_before = self.scheduler.num_preemptions if started else 0
-        self._queried_before = self._block_manager.num_queried_tokens if started else 0
-        self._hits_before = self._block_manager.num_hit_tokens if started else 0
+        self.live.reset_stats()
 
     def weights_changed(self) -> None:
         """Forgets all cached K/V, for weights that were written in a way that no version counter shows (`.data`)."""
-        with self._condition:
-            self._inbox.append(self._block_manager.reset_prefix_cache)
+        with self._turns.lock:
+            self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        self._inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
 
     def release(self) -> None:
         """Frees the pool; the next request makes it again.
@@ -660,13 +487,14 @@ class Engine:
         Raises:
             EngineError: If requests are running.
         """
-        if self._states:
-            raise EngineError(f"{len(self._states)} requests are still running; abort them, or wait for them first.")
-        with self._condition:
-            while self._driving:
-                self._condition.wait()
+        with self._turns.lock:
+            if self.live.states:
+                raise EngineError(
+                    f"{len(self.live.states)} requests are still running; abort them, or wait for them first."
+                )
+            self._turns.wait_for_turn()
             self._runner = None
-            self._reset_bookkeeping()
+            self.live.reset()
 
     def sleep(self) -> None:
         """Frees the pool and takes no requests until `wake_up`.
@@ -679,25 +507,24 @@ class Engine:
 
     def wake_up(self) -> None:
         """Takes requests again after `sleep`."""
-        with self._condition:
+        with self._turns.lock:
             self._asleep = False
-            self._condition.notify_all()
+            self._turns.notify()
 
     def close(self) -> None:
         """Ends all requests, frees the pool and takes no requests ever again. Safe to call twice."""
-        with self._condition:
+        with self._turns.lock:
             if self._closed:
                 return
             self._closed = True
-            if self._driver == threading.get_ident():
-                return  # called by a request's callback: the end of the step tears down
-            while self._driving:
-                self._condition.wait()
-            self._tear_down()
-            self._condition.notify_all()
+            if not self._turns.is_mine():  # else a request's callback called, and the end of the step lets go
+                self._turns.wait_for_turn()
+                self._end_turn()
+                self._turns.notify()
 
-    def _tear_down(self) -> None:
-        self._forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
+    def _end_turn(self) -> None:
+        if self._closed:
+            self._forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -709,26 +536,6 @@ class Engine:
                 "The engine does not survive a fork: its pool and locks belong to another process. Load the model in "
                 "this process, or start processes with the 'spawn' method."
             )
-
-    def _reset_bookkeeping(self) -> None:
-        plan = self.plan
-        if hasattr(self, "scheduler"):  # what was counted so far still counts
-            self._preemptions_before -= self.scheduler.num_preemptions
-            self._queried_before -= self._block_manager.num_queried_tokens
-            self._hits_before -= self._block_manager.num_hit_tokens
-        self._block_manager = BlockManager(
-            [plan.num_blocks] * len(self._groups), plan.block_size, plan.enable_prefix_caching
-        )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=plan.max_num_seqs,
-                max_num_batched_tokens=plan.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                enable_chunked_prefill=plan.enable_chunked_prefill,
-            ),
-            self._block_manager,
-            self._policy(),
-        )
 
     def _ready_runner(self) -> ModelRunner:
         if self._runner is None:
@@ -744,21 +551,3 @@ class Engine:
                 tiled=plan.call_layout == "tiles",
             )
         return self._runner
-
-    def _drain_inbox(self) -> bool:
-        worked = False
-        while self._inbox:
-            self._inbox.popleft()()
-            worked = True
-        return worked
-
-
-def _ids_of(state: RequestState) -> set[str]:
-    return {state.request_id, *(request.request_id for request in state.group.requests)}
-
-
-def _non_finite(request: Request) -> NonFiniteLogitsError:
-    return NonFiniteLogitsError(
-        f"The logits of request {request.request_id!r} at position {request.num_tokens} leave no token to choose: they "
-        "hold NaN or infinite numbers, or every token is forbidden. Other requests are not touched."
-    )

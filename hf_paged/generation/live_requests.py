@@ -36,9 +36,7 @@ class LiveRequests:
             Forgets the requests that have ended.
     """
 
-    def __init__(
-        self, plan: EnginePlan, policy: Callable[[], SchedulingPolicy], num_groups: int, sampler: Sampler
-    ):
+    def __init__(self, plan: EnginePlan, policy: Callable[[], SchedulingPolicy], num_groups: int, sampler: Sampler):
         self.states: dict[str, RequestState] = {}
         self.ids: set[str] = set()  # of the requests and of their branches
         self._plan = plan
@@ -188,7 +186,7 @@ class LiveRequests:
         self._observe(output, len(tokens))
         for row, request in enumerate(requests):
             touched[id(request.group)] = _state_of(request)
-            if row not in failed:
+            if request.error is None:
                 self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
         for state in touched.values():
             self._settle(state)

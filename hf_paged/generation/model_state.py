@@ -47,11 +47,18 @@ def fingerprint(model: torch.nn.Module) -> int:
         model (`PreTrainedModel`):
             The model.
     """
-    parts: list[Any] = [getattr(module, name, None) for module in tuner_layers(model) for name in _ADAPTER_STATE]
-    for parameter in model.parameters():
-        version = 0 if parameter.is_inference() else parameter._version
-        parts.append((parameter.data_ptr(), version))
-    return hash(repr(parts))
+    parts: list[int] = []
+    modules: list[torch.nn.Module | None] = [model]
+    while modules:  # every request asks, and `model.parameters()` takes several times as long
+        module = modules.pop()
+        if module is not None:
+            modules += module._modules.values()
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parts.append(parameter.data_ptr())
+                    parts.append(0 if parameter.is_inference() else parameter._version)
+    adapters = [getattr(module, name, None) for module in tuner_layers(model) for name in _ADAPTER_STATE]
+    return hash((tuple(parts), repr(adapters)))
 
 
 def tuner_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -61,7 +68,7 @@ def tuner_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         model (`PreTrainedModel`):
             The model.
     """
-    if getattr(model, "peft_config", None) is not None or hasattr(model, "_hf_peft_config_loaded"):
+    if getattr(model, "peft_config", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
         yield from (module for module in model.modules() if hasattr(module, "active_adapters"))
 
 

@@ -144,6 +144,20 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(model, engine, expe
     assert tokens([states[0].output(), states[2].output()]) == greedy(tiny_model("llama"), [[3], [5]], 8)
 
 
+def test_prompt_logits_that_are_no_numbers_fail_their_request_alone(model, engine, expected):
+    def spoil(forward, kwargs):
+        output = forward()
+        output.logits[0, 2] = torch.nan  # the first prompt position; what is sampled from is fine
+        return output
+
+    with broken_forward(model, spoil), engine.requests() as states:
+        states.append(engine.add_request([3, 4, 5], params(logprobs=1, prompt_logprobs=1)))
+        states.append(engine.add_request(PROMPTS[1][:5], params(3)))
+        list(engine.as_settled(states))
+    assert isinstance(states[0].error, NonFiniteLogitsError) and states[0].output().outputs[0].token_ids == []
+    assert states[1].error is None
+
+
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("how", ["generate", "engine", "batch", "stream"])
 def test_keyboard_interrupt_leaves_nothing_behind(model, engine, at, how):
@@ -185,7 +199,7 @@ def test_interrupt_between_two_steps_fails_what_is_running_and_starts_over(model
     with engine.requests() as states:
         states += [engine.add_request(prompt, params()) for prompt in PROMPTS[:2]]
         engine.step()
-        monkeypatch.setattr(engine.scheduler, "update_from_output", interrupted)
+        monkeypatch.setattr(engine.live.scheduler, "update_from_output", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(engine.as_finished(states))
     assert all(isinstance(state.error, EngineError) and state.finished for state in states)
@@ -494,7 +508,7 @@ def test_reused_block_is_not_found_under_its_old_prefix(stock):
     answers = [greedy(stock, [prompt], 6)[0] for prompt in (first, second, first)]
     for prompt, answer in zip((first, second, first), answers, strict=True):
         assert tokens(engine.generate([prompt], params(6))) == [answer]
-        index = engine._block_manager.indexes[0]
+        index = engine.live.block_manager.indexes[0]
         assert all(index.block_id(block_hash.digest) == block_id for block_id, block_hash in index.items())
 
 
@@ -586,9 +600,9 @@ def test_branches_share_the_prompt_and_copy_when_they_part(stock):
     with engine.requests() as states:
         states.append(engine.add_request(prompt, params(6, temperature=1.5, seed=5, n=4)))
         engine.step()
-        assert engine._block_manager.num_blocks_held == 6  # shared by all four
+        assert engine.live.block_manager.num_blocks_held == 6  # shared by all four
         engine.step()
-        assert engine._block_manager.num_blocks_held == 5 + 4
+        assert engine.live.block_manager.num_blocks_held == 5 + 4
         list(engine.as_finished(states))
     assert engine.stats().num_computed_tokens == 43 + 4 * 5
     answers = [answer.token_ids for answer in states[0].output().outputs]
@@ -644,9 +658,9 @@ def test_nothing_grows_with_the_number_of_requests():
         prompts = [prompt[:50] for prompt in random_prompts(10, VOCAB, seed=seed)]
         engine.generate(prompts, params(3, temperature=1.0, repetition_penalty=1.2, n=1 + seed % 2))
         assert_idle(engine)
-        assert not engine._states and not engine._inbox and not engine.sampler._token_counts
+        assert not engine.live.states and not engine._inbox and not engine.sampler._token_counts
         assert len(engine._runner.batch._rows) <= 4
-        assert not engine.scheduler._groups and engine.scheduler.num_waiting == 0
+        assert not engine.live.scheduler._groups and engine.live.scheduler.num_waiting == 0
 
 
 def test_seeds_do_not_depend_on_batch_mates_or_order(engine):

@@ -1,0 +1,109 @@
+"""Waiting threads take turns at the work: one at a time, nobody is forgotten, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hf_paged.generation.turns import Turns
+
+
+def in_threads(*calls) -> list:
+    results: list = [None] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except Exception as error:  # handed to the test
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a thread waits for ever"
+    return results
+
+
+def test_one_thread_works_at_a_time_and_all_get_what_they_wait_for():
+    done, working, most = 0, 0, 0
+    workers: set[int] = set()
+
+    def work() -> bool:
+        nonlocal done, working, most
+        working += 1
+        most = max(most, working)
+        workers.add(threading.get_ident())
+        time.sleep(0.001)
+        done += 1
+        working -= 1
+        return True
+
+    turns = Turns(lambda: None)
+    in_threads(*[lambda n=n: turns.run_until(lambda: done >= n, work) for n in (5, 10, 15, 20)])
+    assert done == 20 and most == 1 and workers
+
+
+def test_work_that_raises_passes_the_turn_on():
+    done, ended = 0, []
+
+    def work() -> bool:
+        nonlocal done
+        done += 1
+        if done == 3:
+            raise LookupError
+        return True
+
+    turns = Turns(lambda: ended.append(turns.is_mine()))
+    results = in_threads(*[lambda: turns.run_until(lambda: done >= 10, work)] * 2)
+    assert sorted(map(str, map(type, results))) == sorted(map(str, (LookupError, type(None))))
+    assert done == 10 and len(ended) == 10 and not any(ended)
+
+
+def test_nothing_to_do_waits_until_somebody_brings_work():
+    queue, done = [], []
+
+    def work() -> bool:
+        worked = bool(queue)
+        done.extend(queue)
+        queue.clear()
+        return worked
+
+    def bring() -> None:
+        time.sleep(0.05)
+        queue.append(1)
+        turns.notify()
+
+    turns = Turns(lambda: None)
+    in_threads(lambda: turns.run_until(lambda: bool(done), work), bring)
+    assert done == [1]
+
+
+def test_what_is_done_already_needs_no_turn():
+    turns = Turns(lambda: pytest.fail("nobody worked"))
+    turns.run_until(lambda: True, lambda: pytest.fail("nothing to do"))
+
+
+def test_waiting_for_a_turn_ends_with_the_work():
+    order: list[str] = []
+    started = threading.Event()
+
+    def work() -> bool:
+        started.set()
+        assert turns.is_mine()
+        time.sleep(0.05)
+        order.append("work")
+        return True
+
+    def wait() -> None:
+        started.wait(10)
+        with turns.lock:
+            turns.wait_for_turn()
+            order.append("turn")
+
+    turns = Turns(lambda: None)
+    in_threads(lambda: turns.run_until(lambda: bool(order), work), wait)
+    assert order == ["work", "turn"]
