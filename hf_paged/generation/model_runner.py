@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -77,20 +78,25 @@ class KVPool:
             self.keys = [slab[0, 0] for slab in self._slabs[0::2]]
             self.values = [slab[0, 0] for slab in self._slabs[1::2]]
         self.num_bytes = sum(slab.nbytes for slab in self._slabs)
+        self._num_used = 0  # blocks from here on are zero still: nothing was ever written to them
 
-    def clear(self, block_ids: tuple[int, ...]) -> None:
-        """Zeroes blocks.
+    def use(self, new_block_ids: Iterable[int], cleared_block_ids: Iterable[int]) -> None:
+        """Takes blocks into use, and zeroes some of them unless they are zero still.
 
         Args:
-            block_ids (`tuple[int, ...]`):
-                Which.
+            new_block_ids (`Iterable[int]`):
+                All blocks that are about to be written to for the first time.
+            cleared_block_ids (`Iterable[int]`):
+                Those of them that will not be filled.
         """
+        stale = [block_id for block_id in cleared_block_ids if block_id < self._num_used]
+        self._num_used = max(self._num_used, max(new_block_ids, default=-1) + 1)
         for slab in self._slabs:
             if slab.device.type == "cpu":  # where one call for all blocks takes ten times as long as one for each
-                for block_id in block_ids:
+                for block_id in stale:
                     slab[:, :, block_id].zero_()
-            elif block_ids:
-                slab.index_fill_(2, torch.tensor(block_ids, device=slab.device), 0)
+            elif stale:
+                slab.index_fill_(2, torch.tensor(stale, device=slab.device), 0)
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copies blocks.
@@ -178,16 +184,19 @@ class ModelRunner:
         """
         started = time.perf_counter()
         self.batch.apply(output)
-        for pool, blocks in zip(self.pools, output.cleared_blocks, strict=False):
-            pool.clear(blocks)
-        for pool, pairs in zip(self.pools, output.block_copies, strict=False):
-            pool.copy(pairs)
+        for group, pool in enumerate(self.pools):
+            self._prepare_blocks(pool, group, output)
         if self.tiled:
             return self._launch_tiles(output)
         inputs = self.batch.build(output)
         self.cache.begin(inputs.metadata)
         seconds_inputs = time.perf_counter() - started
         return StepHandle(output, self._call(inputs), inputs.prompt_rows, seconds_inputs)
+
+    def _prepare_blocks(self, pool: KVPool, group: int, output: SchedulerOutput) -> None:
+        new = [block for share in output.scheduled if share.new_block_ids for block in share.new_block_ids[group]]
+        pool.use(new, output.cleared_blocks[group] if output.cleared_blocks else ())
+        pool.copy(output.block_copies[group] if output.block_copies else ())
 
     def _call(self, inputs: ModelInputs) -> torch.Tensor:
         """One model call, over a view that has begun; returns the logits of the wanted tokens."""
