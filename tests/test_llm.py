@@ -303,6 +303,15 @@ def test_end_of_sequence_ends_unless_it_is_ignored():
     assert EOS not in answer.token_ids[:3] and len(answer.token_ids) >= 3
 
 
+def test_the_tokenizers_own_end_token_ends_too():
+    llm = LLM(successor_model([*ids("x", "y"), EOS, *ids("z")]), tokenizer=TOKENIZER, num_blocks=50)
+    assert llm.model.generation_config.eos_token_id is None and TOKENIZER.eos_token_id == EOS
+    (answer,) = run(llm, "x", SamplingParams(temperature=0, max_tokens=6))[0].outputs
+    assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([*ids("y"), EOS], "stop", None)
+    generated = llm.model.generate(torch.tensor([ids("x")]), max_new_tokens=4, do_sample=False)
+    assert generated[0].tolist() == [*ids("x", "y"), EOS, *ids("z", "x")]  # as in Transformers, which has no tokenizer
+
+
 def test_any_of_several_end_tokens_ends():
     """huggingface/open-r1 PR#663: only one of several end-of-sequence ids was honoured."""
     llm = LLM(successor_model(CHAIN), tokenizer=TOKENIZER, num_blocks=50)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -152,7 +153,7 @@ class Engine:
         group = make_group(
             tokens,
             params,
-            self.limits,
+            _with_end_of(tokenizer, self.limits),
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,
@@ -551,3 +552,11 @@ class Engine:
                 tiled=plan.call_layout == "tiles",
             )
         return self._runner
+
+
+def _with_end_of(tokenizer: Any, limits: Limits) -> Limits:
+    """The tokenizer's own end-of-sequence token ends a text too, as in vLLM: not every checkpoint names it twice."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if not isinstance(eos, int):
+        return limits
+    return dataclasses.replace(limits, eos_token_ids=limits.eos_token_ids | {eos})
