@@ -1,6 +1,7 @@
 """A loop of your own over a stock model with a `PagedCache`: one prompt, four continuations, one copy of its K/V."""
 
 import argparse
+import inspect
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,9 +19,10 @@ model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 prompt = tokenizer("The old lighthouse keeper opened the door and saw", return_tensors="pt").input_ids
 
 cache = PagedCache(model.config, block_size=4)
+# Transformers 5.24 calls the argument `cache`; before, it was `past_key_values`.
+argument = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 with torch.inference_mode():
-    # Transformers 5.24 calls the argument `cache`, and warns that the older name will go.
-    logits = model(prompt, past_key_values=cache).logits[:, -1]
+    logits = model(prompt, **argument).logits[:, -1]
     print(f"{prompt.shape[1]} prompt tokens, {cache.num_blocks_held} blocks")
 
     cache.batch_repeat_interleave(4)  # moves block tables, copies nothing
@@ -31,7 +33,7 @@ with torch.inference_mode():
     for _ in range(12):
         tokens = torch.multinomial(torch.softmax(logits.float(), dim=-1), num_samples=1)
         answers.append(tokens)
-        logits = model(tokens, past_key_values=cache).logits[:, -1]
+        logits = model(tokens, **argument).logits[:, -1]
     print(f"12 tokens further in each row, {cache.num_blocks_held} blocks")
 
 for text in tokenizer.batch_decode(torch.cat(answers, dim=1)):

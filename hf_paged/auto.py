@@ -76,6 +76,8 @@ class AutoPagedModelForCausalLM:
         """
         refuse_reserved(tensor_parallel_size, quantize)
         _check_config(paged_config)
+        check_dtype(kwargs.get("dtype"))
+        _refuse_engine_settings(kwargs)
         from transformers import AutoModelForCausalLM
 
         from .cache.memory import move_weights_to_huge_pages
@@ -142,6 +144,29 @@ class AutoPagedModelForCausalLM:
             )
         page_model(inner, paged_config or PagedConfig())
         return model
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuses a name of a dtype that torch does not have.
+
+    Args:
+        dtype (`Any`):
+            As given to `from_pretrained`.
+
+    Raises:
+        ConfigurationError: If it is a name that torch does not know.
+    """
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigurationError(
+            f"`dtype` {dtype!r} is no dtype of torch; use 'auto', 'float32', 'bfloat16' or 'float16'."
+        )
+
+
+def _refuse_engine_settings(kwargs: dict[str, Any]) -> None:
+    for name in set(kwargs) & set(PagedConfig().to_dict()):
+        raise ConfigurationError(
+            f"`{name}` is a setting of the engine: pass `paged_config=PagedConfig({name}={kwargs[name]!r})`."
+        )
 
 
 def _check_config(paged_config: Any) -> None:

@@ -7,12 +7,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .auto import AutoPagedModelForCausalLM, refuse_reserved
+from .auto import AutoPagedModelForCausalLM, check_dtype, refuse_reserved
 from .configuration import PagedConfig
 from .errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
 from .generation.outputs import RequestOutput
 from .generation.progress import progress
 from .generation.sampling.params import SamplingParams
+from .vllm_names import refuse_misspelled, take_vllm_names
 
 _UNBUILT_PROMPT_KEYS = ("multi_modal_data", "prompt_embeds", "mm_processor_kwargs")
 
@@ -72,6 +73,9 @@ class LLM:
         **kwargs: Any,
     ):
         config = _paged_config(paged_config, kwargs)
+        take_vllm_names(kwargs)
+        refuse_misspelled(kwargs, LLM.__init__)
+        check_dtype(dtype)
         if quantization is not None:
             raise NotSupportedError(f"`quantization` {quantization!r} is not built yet.")
         if isinstance(model, (str, os.PathLike)):
@@ -90,6 +94,15 @@ class LLM:
         self.engine = self.model.engine
         self.engine.tokenizer = self.tokenizer
         self._seeds = random.Random(seed) if seed is not None else None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model.name_or_path!r}, {self.engine.plan.model} on {self.engine.plan.device})"
 
     def generate(
         self,
@@ -130,8 +143,7 @@ class LLM:
         priorities = [0] * len(parsed) if priority is None else list(priority)
         if len(priorities) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts were given {len(priorities)} priorities.")
-        for (_, tokens), param in zip(parsed, params, strict=True):
-            self.engine.check(tokens, param)
+        self.engine.check_all([tokens for _, tokens in parsed], params)
         with self.engine.requests() as states:
             for (text, tokens), param, rank in zip(parsed, params, priorities, strict=True):
                 states.append(self.engine.add_request(tokens, param, prompt=text, priority=rank))
@@ -242,14 +254,18 @@ class LLM:
         return params
 
     def _parse(self, prompt: Any) -> tuple[str | None, Any]:
-        text = None
         if isinstance(prompt, dict):
             for key in _UNBUILT_PROMPT_KEYS:
                 if prompt.get(key) is not None:
                     raise NotSupportedError(f"`{key}` in a prompt is not built yet; only text and token ids are.")
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), prompt["prompt_token_ids"]
-            prompt = text = prompt.get("prompt")
+            if not isinstance(prompt.get("prompt"), str):
+                raise InvalidRequestError(
+                    f"A prompt must be a text, a list of token ids, or a dict with `prompt` (a text) or "
+                    f"`prompt_token_ids`; this dict has {sorted(prompt)}."
+                )
+            prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.tokenizer(prompt)["input_ids"]
         if prompt is None or not hasattr(prompt, "__iter__"):
@@ -257,12 +273,16 @@ class LLM:
                 "A prompt must be a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`, got "
                 f"{prompt!r}."
             )
-        return text, prompt
+        return None, prompt
 
 
 def _as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not hasattr(prompts, "__iter__"):
+        raise InvalidRequestError(
+            f"`prompts` must be a text, a list of texts, token ids or dicts, got {type(prompts).__name__}."
+        )
     prompts = list(prompts)
     if prompts and all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
         return [prompts]  # one prompt of token ids

@@ -303,6 +303,39 @@ def test_end_of_sequence_ends_unless_it_is_ignored():
     assert EOS not in answer.token_ids[:3] and len(answer.token_ids) >= 3
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable_lora", True), ("speculative_config", {"num": 1}), ("pipeline_parallel_size", 2)]
+)
+def test_settings_of_vllm_that_are_not_built_are_refused_by_name(model, name, value):
+    with pytest.raises(NotSupportedError, match=name):
+        LLM(model, tokenizer=TOKENIZER, **{name: value})
+
+
+def test_settings_of_vllm_that_change_nothing_are_accepted(model):
+    LLM(model, tokenizer=TOKENIZER, disable_log_stats=True, swap_space=4, tokenizer_mode="auto", enable_lora=False)
+
+
+def test_a_misspelled_setting_names_the_right_one(model):
+    with pytest.raises(ConfigurationError, match="did you mean `gpu_memory_utilization`"):
+        LLM(model, tokenizer=TOKENIZER, gpu_memory_utilisation=0.5)
+
+
+def test_a_wrong_prompt_among_several_is_named(llm):
+    with pytest.raises(InvalidRequestError, match="Prompt 1 of 3"):
+        run(llm, ["the", [], "and"])
+    for prompts in (None, 5, {"text": "a"}):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            run(llm, prompts)
+
+
+def test_leaving_the_block_closes_it():
+    with LLM(tiny_model("llama", vocab_size=VOCAB_SIZE), tokenizer=TOKENIZER, num_blocks=20) as llm:
+        assert "LlamaForCausalLM" in repr(llm)
+        run(llm, "the")
+    with pytest.raises(EngineClosedError):
+        run(llm, "the")
+
+
 def test_the_tokenizers_own_end_token_ends_too():
     llm = LLM(successor_model([*ids("x", "y"), EOS, *ids("z")]), tokenizer=TOKENIZER, num_blocks=50)
     assert llm.model.generation_config.eos_token_id is None and TOKENIZER.eos_token_id == EOS
@@ -427,8 +460,10 @@ def test_from_a_folder_with_settings(tmp_path, expected, capsys):
 
 
 def test_unknown_and_contradictory_settings(tmp_path, model):
-    with pytest.raises(TypeError, match="max_modle_len"):
+    with pytest.raises(ConfigurationError, match="`max_modle_len`; did you mean `max_model_len`"):
         LLM(model, tokenizer=TOKENIZER, max_modle_len=3)
+    with pytest.raises(TypeError, match="something_else"):
+        LLM(model, tokenizer=TOKENIZER, something_else=3)
     with pytest.raises(InvalidRequestError, match="either `paged_config` or the single settings"):
         LLM(model, tokenizer=TOKENIZER, paged_config=PagedConfig(), block_size=8)
     with pytest.raises(ConfigurationError, match="`max_num_seqs` must be a whole number"):

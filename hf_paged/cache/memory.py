@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..errors import NotEnoughMemoryError
+
 logger = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20
@@ -205,10 +207,17 @@ def cpu_budget(cpu_kv_cache_gib: float | None, useful_bytes: int) -> MemoryBudge
             What the user asked for.
         useful_bytes (`int`):
             What the pool could use at most.
+
+    Raises:
+        NotEnoughMemoryError: If more was asked for than is free.
     """
-    if cpu_kv_cache_gib is not None:
-        return MemoryBudget(int(cpu_kv_cache_gib * _GIB), f"`cpu_kv_cache_gib` is {cpu_kv_cache_gib}")
     free = free_memory(torch.device("cpu"))
+    if cpu_kv_cache_gib is not None:
+        if cpu_kv_cache_gib * _GIB > free:
+            raise NotEnoughMemoryError(
+                f"`cpu_kv_cache_gib` is {cpu_kv_cache_gib}, but only {free / _GIB:.2f} GiB are free. Ask for less."
+            )
+        return MemoryBudget(int(cpu_kv_cache_gib * _GIB), f"`cpu_kv_cache_gib` is {cpu_kv_cache_gib}")
     return MemoryBudget(
         min(free // 4, useful_bytes), f"a quarter of the {free / _GIB:.2f} GiB that are free; see `cpu_kv_cache_gib`"
     )

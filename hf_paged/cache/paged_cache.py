@@ -189,6 +189,10 @@ class PagedCache(Cache):
     def __init__(self, config: PreTrainedConfig | None = None, *, block_size: int = 16):
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigurationError(f"`block_size` must be a whole number of at least 1, got {block_size!r}.")
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise ConfigurationError(
+                f"`config` must be a model's configuration, got {type(config).__name__}; pass `model.config`."
+            )
         self.block_size = block_size
         self.tables: list[list[int]] = []
         self._pool = BlockPool(_FIRST_SLAB)
@@ -206,6 +210,12 @@ class PagedCache(Cache):
                         f"Layer {i} is of type {layer_type!r}; a PagedCache holds keys and values."
                     )
             self.layers = [PagedLayer(self) for _ in range(text_config.num_hidden_layers)]
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedCache({len(self.layers)} layers, {len(self.tables)} rows of {self.get_seq_length()} tokens, "
+            f"{self.num_blocks_held} blocks of {self.block_size})"
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -27,6 +27,7 @@ class AsyncEngine:
 
     Raises:
         UnsupportedModelError: If the paged engine cannot run this model.
+        InvalidRequestError: If the model is not a paged one.
 
     Example:
 
@@ -39,6 +40,11 @@ class AsyncEngine:
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None):
+        if not hasattr(model, "_paged_refusal"):
+            raise InvalidRequestError(
+                f"`model` must be a paged model, got {type(model).__name__}; make one with "
+                "`AutoPagedModelForCausalLM.from_pretrained(name)` or `.from_model(model)`."
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.engine = model.engine

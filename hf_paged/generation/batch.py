@@ -119,7 +119,8 @@ def _as_prompts(inputs: Any) -> list[Any]:
             return found[0]
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__iter__"):
         raise InvalidRequestError(f"`inputs` must be a list of prompts, got {type(inputs).__name__}.")
-    return list(inputs)
+    prompts = list(inputs)
+    return [prompts] if prompts and all(isinstance(message, dict) for message in prompts) else prompts  # one chat
 
 
 def _tokens_of(prompt: Any, tokenizer: Any) -> Any:

@@ -192,6 +192,26 @@ class Engine:
         check_params(params, limits, tokenizer)
         return tokens, params
 
+    def check_all(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> None:
+        """Checks all requests of a call, so that none is started if one is wrong.
+
+        Args:
+            prompts (`Sequence[Any]`):
+                Token ids of each prompt.
+            params (`Sequence[SamplingParams]`):
+                One for each.
+
+        Raises:
+            InvalidRequestError: Names the prompt by its number, if there are several.
+        """
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.check(prompt, param)
+            except InvalidRequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"Prompt {i} of {len(prompts)}: {error}") from error
+
     def resolve(self, params: SamplingParams | None) -> SamplingParams:
         """Returns parameters whose open fields come from the model's generation configuration.
 
@@ -272,8 +292,7 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts were given {len(params)} sampling parameters.")
-        for prompt, param in zip(prompts, params, strict=True):
-            self.check(prompt, param)
+        self.check_all(prompts, params)
         with self.requests() as states:
             for prompt, param in zip(prompts, params, strict=True):
                 states.append(self.add_request(prompt, param))

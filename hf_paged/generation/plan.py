@@ -220,7 +220,9 @@ def make_plan(
         notes.append(f"max_num_seqs is {min(tokens, num_blocks)} instead of {max_num_seqs}: {reason}")
         max_num_seqs = min(tokens, num_blocks)
     for note in notes:
-        logger.info("%s", note)
+        # What a user asked for and does not get is worth a warning; a default that adapts is not.
+        asked = getattr(config, note.split(" ", 1)[0], None) is not None
+        logger.log(logging.WARNING if asked else logging.INFO, "%s", note)
     return EnginePlan(
         model=type(model).__name__,
         device=str(device),

@@ -51,7 +51,8 @@ def describe_info(found: dict[str, Any]) -> str:
     machine, bandwidth = MachineInfo(**found["machine"]), Bandwidth(**found["bandwidth"])
     lines = [", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())]
     lines += [machine.describe(), f"memory {bandwidth.describe()}", f"torch threads {torch.get_num_threads()}"]
-    lines += [f"attention backend {name}{f': {why}' if why else ''}" for name, why in found["backends"].items()]
+    backends = [f"{name} ({why})" if why else name for name, why in found["backends"].items()]
+    lines.append(f"attention backends {', '.join(backends)}")
     return "\n".join(lines + (["", found["plan_text"]] if "plan_text" in found else []))
 
 

@@ -51,7 +51,7 @@ class MachineInfo:
 
     def describe(self) -> str:
         """Returns one line for people."""
-        parts = [f"{self.processor}, {self.num_cores} cores ({self.num_threads} threads)"]
+        parts = [f"{self.processor}, {self.num_cores} cores ({self.num_threads} of them used)"]
         if self.instruction_sets:
             parts.append(" ".join(self.instruction_sets))
         if self.memory_bytes:

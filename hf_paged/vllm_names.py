@@ -1,0 +1,92 @@
+"""vLLM's engine settings that have no counterpart here: which change nothing, and which ask for something unbuilt."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .configuration import PagedConfig
+from .errors import ConfigurationError, NotSupportedError
+
+logger = logging.getLogger(__name__)
+
+# Name -> what it asks for, unless it is off (None, False, 0, 1 device).
+_UNBUILT = {
+    "compilation_config": "a compilation configuration",
+    "cpu_offload_gb": "weights offloaded to the CPU",
+    "data_parallel_size": "data parallelism",
+    "enable_lora": "an adapter per request",
+    "hf_overrides": "overrides of the model's configuration",
+    "kv_transfer_config": "K/V transfer between engines",
+    "limit_mm_per_prompt": "images, audio or video",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "rope_scaling": "other rotary embeddings than the model's",
+    "runner": "pooling and embeddings",
+    "speculative_config": "speculative decoding",
+    "speculative_model": "speculative decoding",
+    "task": "pooling and embeddings",
+}
+_OFF: tuple = (None, False, 0, 1, "auto", "generate", {})  # True equals 1, so it is looked at apart
+# Name -> the values with which it asks for nothing that the engine does not do anyway; None stands for any.
+_HARMLESS: dict[str, tuple | None] = {
+    "device": ("auto", "cpu", "cuda"),
+    "disable_async_output_proc": None,
+    "disable_custom_all_reduce": None,
+    "disable_log_stats": None,
+    "distributed_executor_backend": None,
+    "download_dir": (None,),
+    "load_format": ("auto", "safetensors"),
+    "max_seq_len_to_capture": None,
+    "preemption_mode": ("recompute",),
+    "skip_tokenizer_init": (False,),
+    "swap_space": None,
+    "tokenizer_mode": ("auto", "slow"),
+    "use_v2_block_manager": None,
+    "worker_use_ray": (False,),
+}
+
+
+def take_vllm_names(kwargs: dict[str, Any]) -> None:
+    """Takes vLLM's settings out of keyword arguments: those that change nothing go, others are refused.
+
+    Args:
+        kwargs (`dict[str, Any]`):
+            Keyword arguments; changed in place.
+
+    Raises:
+        NotSupportedError: If one asks for something that is not built.
+    """
+    for name in list(kwargs):
+        value = kwargs[name]
+        if name in _UNBUILT:
+            if value is True or value not in _OFF:
+                raise NotSupportedError(f"`{name}` ({_UNBUILT[name]}) is not built yet, got {value!r}; leave it out.")
+            del kwargs[name]
+        elif name in _HARMLESS:
+            allowed = _HARMLESS[name]
+            if allowed is not None and value not in allowed:
+                raise NotSupportedError(f"`{name}` {value!r} is not supported; leave it out.")
+            logger.info("`%s` of vLLM changes nothing here and is left aside.", name)
+            del kwargs[name]
+
+
+def refuse_misspelled(kwargs: dict[str, Any], *known: Callable) -> None:
+    """Refuses keyword arguments that look like a misspelled setting, before a model's class stumbles over them.
+
+    Args:
+        kwargs (`dict[str, Any]`):
+            Keyword arguments that no setting of ours has claimed.
+        known (`Callable`):
+            Functions whose arguments are known names too.
+
+    Raises:
+        ConfigurationError: Names the argument and the setting that it resembles.
+    """
+    names = set(PagedConfig().to_dict()).union(*(inspect.signature(function).parameters for function in known))
+    for name in kwargs:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+        if close and name not in names:
+            raise ConfigurationError(f"Unknown argument `{name}`; did you mean `{close[0]}`?")
