@@ -292,8 +292,10 @@ class BlockManager:
         end = start + num_new_tokens
         first, last = start // self.block_size, end // self.block_size
         num_missing = max(0, self.blocks_needed(end) - table.num_blocks)
-        # Only the first written block can be shared: the others hold nothing that anybody could have shared.
-        copy = start % self.block_size > 0 and self.num_owners(0, table.block_ids[0][first]) > 1
+        # Only the first written block can be shared: the others hold nothing that anybody could have shared. And only
+        # a sharer from before this step calls for a copy: one that came since wants what this step writes there.
+        shared = table.allocation is None and start % self.block_size > 0
+        copy = shared and self.num_owners(0, table.block_ids[0][first]) > 1
         clear = end % self.block_size > 0 and last * self.block_size >= start
         if not (num_missing or copy or clear or last > first):
             return table.allocation or UNCHANGED

@@ -145,6 +145,31 @@ def check_params(params: SamplingParams, limits: Limits, tokenizer: Any) -> None
         raise InvalidRequestError(f"`{name}` needs a tokenizer, and the engine was given none.")
 
 
+def check_banned(sequences: Any, limits: Limits) -> None:
+    """Checks token sequences that must not be generated.
+
+    Args:
+        sequences (`Any`):
+            Sequences of token ids.
+        limits (`Limits`):
+            What a request must respect.
+
+    Raises:
+        InvalidRequestError: If one of them is empty, or holds something that is no token of the vocabulary.
+    """
+    for sequence in sequences:
+        wrong = [
+            token
+            for token in sequence
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size
+        ]
+        if wrong or not sequence:
+            raise InvalidRequestError(
+                f"`bad_words_ids` must hold non-empty lists of token ids from 0 to {limits.vocab_size - 1}, got "
+                f"{list(sequence)!r}."
+            )
+
+
 def bad_words_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the token sequences that write a word at the start of a text and after a space.
 

@@ -164,7 +164,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=list(prompt_logprobs) if prompt_logprobs is not None else None,
             outputs=[answer.snapshot() for answer in self.answers],
             finished=self.finished,
             metrics=first.metrics,

@@ -201,5 +201,7 @@ def _settings(model: Any, given: GenerationConfig | None, kwargs: dict[str, Any]
         )
     eos = config.eos_token_id
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    ends = [token for token in ends if token >= 0]
-    return _Settings(config, length_open, ends, banned_sequences(config, torch.tensor(ends) if ends else None))
+    limits = model.engine.limits
+    ends = [token for token in ends if 0 <= token < limits.vocab_size]
+    banned = banned_sequences(config, torch.tensor(ends) if ends else None, limits)
+    return _Settings(config, length_open, ends, banned)

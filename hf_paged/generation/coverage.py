@@ -83,7 +83,7 @@ def foreign_input(model_kwargs: Mapping[str, Any]) -> str | None:
 
 
 def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]] | None:
-    """Returns the tokens of each row without its padding, and where they start; `None` if a mask has holes.
+    """Returns the tokens of each row without its padding, and where they start; `None` for a mask with holes.
 
     Args:
         input_ids (`torch.Tensor`):
@@ -93,6 +93,8 @@ def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tup
     """
     if attention_mask is None:
         return input_ids.tolist(), [0] * len(input_ids)
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        return None  # Transformers gives such numbers a meaning of its own
     rows, starts = [], []
     for tokens, mask in zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True):
         if True not in mask:

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
-from .admission import Limits, bad_words_ids, check_params, check_prompt, check_room, make_group
+from .admission import Limits, bad_words_ids, check_banned, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
 from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
@@ -148,6 +148,7 @@ class Engine:
         tokens, params = self._checked(prompt_token_ids, params, tokenizer)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"`priority` must be a whole number, got {priority!r}.")
+        check_banned(banned, self.limits)
         if params.bad_words:
             banned += bad_words_ids(params.bad_words, tokenizer)
         group = make_group(
@@ -236,7 +237,17 @@ class Engine:
                 f"{num_waiting} requests are waiting and `max_queue_size` is {limit}; try again later."
             )
         weights, ids = fingerprint(self.model), ids_of(state)
+        try:
+            self._register(state, weights, ids)
+        except BaseException:
+            # Ctrl-C, perhaps after the request was queued: its caller will never know of it.
+            if self.live.states.get(state.request_id) is state:
+                self._inbox.append(lambda: self.live.abort(state.request_id))
+            raise
+
+    def _register(self, state: RequestState, weights: int, ids: set[str]) -> None:
         with self._turns.lock:
+            self._check_usable()
             taken = sorted(ids & self.live.ids)
             if taken:
                 raise InvalidRequestError(
@@ -398,6 +409,7 @@ class Engine:
         self._check_usable()
         live, started = self.live, time.perf_counter()
         try:
+            live.scheduler.recover()
             self._drain_inbox()
             output = live.scheduler.schedule()
         except BaseException as error:
@@ -508,11 +520,12 @@ class Engine:
             EngineError: If requests are running.
         """
         with self._turns.lock:
+            self._turns.wait_for_turn()  # lets go of the lock meanwhile, so that requests may come and go
+            self._drain_inbox()
             if self.live.states:
                 raise EngineError(
                     f"{len(self.live.states)} requests are still running; abort them, or wait for them first."
                 )
-            self._turns.wait_for_turn()
             self._runner = None
             self.live.reset()
 
@@ -522,8 +535,9 @@ class Engine:
         Raises:
             EngineError: If requests are running.
         """
-        self.release()
-        self._asleep = True
+        with self._turns.lock:
+            self.release()
+            self._asleep = True
 
     def wake_up(self) -> None:
         """Takes requests again after `sleep`."""

@@ -15,6 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from .. import compat
 from ..cache.paged_cache import PagedCache
 from ..errors import InvalidRequestError
+from .admission import Limits, check_banned
 from .answer import RequestState
 from .attention import IMPLEMENTATIONS
 from .coverage import foreign_field, foreign_input, rows_of
@@ -254,14 +255,16 @@ def _make_call(
     eos = config._eos_token_tensor
     params = sampling_params(config, max_new_tokens, max((config.min_length or 0) - length, 0))
     if eos is not None:
-        params = params.replace(stop_token_ids=[int(token) for token in eos.tolist() if token >= 0])
+        # As in Transformers, an end token outside the vocabulary is no error; it never comes.
+        vocab_size = model.engine.limits.vocab_size
+        params = params.replace(stop_token_ids=[int(token) for token in eos.tolist() if 0 <= token < vocab_size])
     pad = config._pad_token_tensor
     return GenerateCall(
         input_ids,
         rows,
         starts,
         params,
-        banned_sequences(config, eos),
+        banned_sequences(config, eos, model.engine.limits),
         int(pad) if pad is not None else 0,
         bool(config.return_dict_in_generate),
         streamer,
@@ -292,13 +295,15 @@ def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) 
             New tokens at least.
     """
     sample = bool(config.do_sample)
+    if sample and config.top_k is not None and config.top_k < 0:
+        raise InvalidRequestError(f"`top_k` has to be a positive number, or 0 for all tokens, but is {config.top_k}.")
     return SamplingParams(
         n=config.num_return_sequences or 1,
         temperature=float(config.temperature) if sample else 0.0,
         top_k=1 if sample and config.top_p == 0 else (config.top_k or 0) if sample else 0,
         top_p=float(min(config.top_p or 1.0, 1.0)) if sample else 1.0,
         min_p=float(config.min_p or 0.0) if sample else 0.0,
-        repetition_penalty=float(config.repetition_penalty or 1.0),
+        repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
         ignore_eos=True,  # the configuration's own end-of-sequence tokens are passed as stop tokens
@@ -306,7 +311,7 @@ def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) 
     )
 
 
-def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None, limits: Limits) -> tuple[tuple[int, ...], ...]:
     """Returns `bad_words_ids` without end-of-sequence tokens, which Transformers leaves out of them.
 
     Args:
@@ -314,6 +319,8 @@ def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None) -> tupl
             With all defaults filled in.
         eos (`torch.Tensor`, *optional*):
             End-of-sequence tokens.
+        limits (`Limits`):
+            The vocabulary.
 
     Raises:
         InvalidRequestError: If it is not a list of lists of token ids.
@@ -323,6 +330,7 @@ def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None) -> tupl
         return ()
     if not isinstance(words, list) or not words or not all(isinstance(w, list) and w for w in words):
         raise InvalidRequestError(f"`bad_words_ids` has to be a non-empty list of lists of token ids, but is {words}.")
+    check_banned(words, limits)
     ends = set(eos.tolist()) if eos is not None else set()
     return tuple(tuple(word) for word in words if not (len(word) == 1 and word[0] in ends))
 

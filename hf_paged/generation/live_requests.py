@@ -80,6 +80,9 @@ class LiveRequests:
         state = self.states.get(request_id)
         if state is not None:
             self.scheduler.abort(request_id)
+            for request in state.group.requests:  # one that Ctrl-C kept from the scheduler has ended all the same
+                if not request.is_finished:
+                    request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
             self._settle(state)
 
     def forget_all(self, error: EngineError, reason: FinishReason) -> None:
@@ -96,7 +99,10 @@ class LiveRequests:
                 if not request.is_finished:
                     request.error, request.finish_reason = error, reason
                     request.status = RequestStatus.FINISHED
-            self._settle(state)
+            try:
+                self._settle(state)
+            except Exception:
+                logger.exception("could not tell the caller of request %r that it ended", state.request_id)
         self.reset()
 
     def reset(self) -> None:
@@ -187,7 +193,10 @@ class LiveRequests:
         for row, request in enumerate(requests):
             touched[id(request.group)] = _state_of(request)
             if request.error is None:
-                self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
+                try:
+                    self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
+                except Exception as error:
+                    self._fail_text(request, error)
         for state in touched.values():
             self._settle(state)
 
@@ -238,7 +247,10 @@ class LiveRequests:
         """Tells the caller about news, and lets go of a request whose answers have all ended."""
         if state.group.is_finished and not state.finished:
             for answer in state.answers:
-                answer.advance()
+                try:
+                    answer.advance()
+                except Exception as error:
+                    self._fail_text(answer.request, error)
                 self._sampler.forget(answer.request.request_id)
             self.states.pop(state.request_id, None)
             self.ids -= ids_of(state)
@@ -249,6 +261,13 @@ class LiveRequests:
                 state.on_update(state)
             except Exception as error:
                 self._fail_callback(state, error)
+
+    def _fail_text(self, request: Request, cause: Exception) -> None:
+        """A request whose tokenizer raises fails alone."""
+        error = EngineError(f"The text of request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._fail(request, error)
+        request.error = request.error or error
 
     def _fail_callback(self, state: RequestState, cause: Exception) -> None:
         """Whoever waits for a request by a callback that raises is told so by the request, and nobody else is."""

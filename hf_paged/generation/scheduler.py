@@ -57,6 +57,7 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._runner = RunnerView(block_manager)
         self._in_flight: StepDraft | None = None
+        self._last_output = SchedulerOutput(-1, ())
         self._next_step_id = 0
         self._next_arrival_number = 0
 
@@ -193,7 +194,8 @@ class Scheduler:
             if share.catches_up:
                 share.sampling = (share.request, *self._fork(share.request))
         self._in_flight = step if step.shares else None
-        return self._runner.output(step)
+        self._last_output = self._runner.output(step)
+        return self._last_output
 
     def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """The step has run: moves its requests forward, appends their tokens and ends those that are done.
@@ -220,6 +222,11 @@ class Scheduler:
             assert request.request_id in sampled, f"{request.request_id} got no token; finish it if it failed"
             self._append(request, sampled[request.request_id], now)
         return updated
+
+    def recover(self) -> None:
+        """Cancels a step that was never given back, because whoever ran it was interrupted."""
+        if self._in_flight is not None:
+            self.cancel(self._last_output)
 
     def cancel(self, output: SchedulerOutput) -> None:
         """The step did not run to its end: the requests are as before, and will be scheduled again.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ..errors import EngineError
+
 _IDLE_WAIT = 0.05
+_LONGEST_WAIT = 1.0
 
 
 class Turns:
@@ -32,20 +35,26 @@ class Turns:
                 The condition.
             work (`Callable[[], bool]`):
                 One piece of work; returns whether there was anything to do.
+
+        Raises:
+            EngineError: If the calling thread is at work already, and would wait for itself.
         """
         while True:
-            with self.lock:
-                self.wait_for_turn(done)
-                if done():
-                    return
-                self._worker = threading.get_ident()
+            worked = False
             try:
+                with self.lock:
+                    self.wait_for_turn(done)
+                    if done():
+                        return
+                    self._worker = threading.get_ident()
                 worked = work()
             finally:
-                with self.lock:
+                # Wherever Ctrl-C struck, a turn that was taken is given back, first of all by one plain assignment.
+                if self._worker == threading.get_ident():
                     self._worker = None
-                    self._on_turn_end()
-                    self.lock.notify_all()
+                    with self.lock:
+                        self._on_turn_end()
+                        self.lock.notify_all()
             if not worked and not done():
                 with self.lock:
                     self.lock.wait(_IDLE_WAIT)
@@ -56,9 +65,18 @@ class Turns:
         Args:
             done (`Callable[[], bool]`):
                 Ends the sleep too.
+
+        Raises:
+            EngineError: If the calling thread is at work already, and would wait for itself.
         """
         while self._worker is not None and not done():
-            self.lock.wait()
+            if self.is_mine():
+                raise EngineError(
+                    "This was called from within a step of the engine (a callback, or a hook of the model), which it "
+                    "would have to wait for. Do it after the step, or in another thread."
+                )
+            # The time limit only matters if a thread was interrupted before it could wake the others.
+            self.lock.wait(_LONGEST_WAIT)
 
     def is_mine(self) -> bool:
         """Returns whether the calling thread is the one that works."""

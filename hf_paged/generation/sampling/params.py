@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -174,6 +175,12 @@ def _normalize(params: SamplingParams) -> None:
         set_(params, "top_k", 0)
     if params.allowed_token_ids is not None:
         set_(params, "allowed_token_ids", _as_tuple("allowed_token_ids", params.allowed_token_ids))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        set_(params, name, getattr(params, name) and tuple(_token_id(name, token) for token in getattr(params, name)))
+    for name in ("n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+        index = _index(getattr(params, name))
+        if index is not None:
+            set_(params, name, index)
     if params.logit_bias is not None:
         if not isinstance(params.logit_bias, Mapping):
             raise InvalidRequestError(f"`logit_bias` must map token ids to numbers, got {params.logit_bias!r}.")
@@ -221,15 +228,8 @@ def _validate_flags(params: SamplingParams) -> None:
 
 
 def _validate_token_ids(params: SamplingParams) -> None:
-    for token_id in params.stop_token_ids or ():
-        _token_id("stop_token_ids", token_id)
-    if params.allowed_token_ids is not None:
-        if not params.allowed_token_ids:
-            raise InvalidRequestError(
-                "`allowed_token_ids` is empty, so no token could be generated; give None for all."
-            )
-        for token_id in params.allowed_token_ids:
-            _token_id("allowed_token_ids", token_id)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequestError("`allowed_token_ids` is empty, so no token could be generated; give None for all.")
     for token_id, bias in (params.logit_bias or {}).items():
         _number(f"logit_bias[{token_id}]", bias, -100, 100, "0 means none")
 
@@ -255,21 +255,38 @@ def _token_id(name: str, value: Any) -> int:
     """Accepts whole numbers and, as JSON object keys are strings, their decimal text."""
     if isinstance(value, str) and value.isdigit():
         value = int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+    index = _index(value)
+    if index is None or index < 0:
         raise InvalidRequestError(f"`{name}` must hold token ids (whole numbers from 0), got {value!r}.")
-    return value.__index__()
+    return index
+
+
+def _index(value: Any) -> int | None:
+    """The whole number that a value is (NumPy's and torch's count), or None."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return value.__index__()
+    except (TypeError, RuntimeError):  # arrays and tensors of several numbers
+        return None
 
 
 def _number(name: str, value: Any, low: float, high: float, hint: str, open_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
     if not good or not low <= value <= high or (open_low and value == low):
         limits = f"{'(' if open_low else '['}{low}, {high}{')' if high == math.inf else ']'}"
         raise InvalidRequestError(f"`{name}` must be a number in {limits} ({hint}), got {value!r}.")
 
 
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
 def _whole(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> None:
-    good = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not good or value < low or (high is not None and value > high):
+    if _index(value) is None or value < low or (high is not None and value > high):
         limits = f"from {low}" + (f" to {high}" if high is not None else "")
         raise InvalidRequestError(
             f"`{name}` must be a whole number {limits}{f' ({hint})' if hint else ''}, got {value!r}."
