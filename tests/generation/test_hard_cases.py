@@ -152,34 +152,25 @@ def test_release_waits_for_the_step_and_then_sees_who_came_meanwhile(model):
     assert_idle(engine)
 
 
-class Failing:
-    """A tokenizer that breaks in the middle of an answer."""
-
-    def __init__(self):
-        self.broken = False
-
-    def __getattr__(self, name):
-        if self.broken:
-            raise RuntimeError("broken tokenizer")
-        return getattr(tiny_tokenizer(), name)
-
-    def __len__(self):
-        return len(tiny_tokenizer())
-
-
-def test_a_tokenizer_that_raises_fails_its_own_request():
+def test_a_tokenizer_that_raises_fails_its_own_request(monkeypatch):
     model = AutoPagedModelForCausalLM.from_model(tiny_model("llama", vocab_size=VOCAB_SIZE))
-    engine, tokenizer = model.engine, Failing()
+    engine = model.engine
     expected = engine.generate([PROMPT[:20]], PARAMS)[0].outputs[0].token_ids
     with engine.requests() as states:
         states.append(engine.add_request(PROMPT[:20], PARAMS))
-        states.append(engine.add_request(PROMPT[:9], PARAMS.replace(stop="never said"), tokenizer=tokenizer))
+        params = PARAMS.replace(stop="never said")
+        states.append(engine.add_request(PROMPT[:9], params, tokenizer=tiny_tokenizer()))
         engine.step()
-        tokenizer.broken = True
+
+        def broken(token_ids):
+            raise RuntimeError("broken tokenizer")
+
+        monkeypatch.setattr(states[1].answers[0]._detokenizer, "append", broken)
         for _ in engine.as_settled(states):
             pass
         assert states[0].output().outputs[0].token_ids == expected
         assert isinstance(states[1].error, EngineError) and not isinstance(states[1].error, StepFailedError)
+        assert "broken tokenizer" in str(states[1].error)
     assert_idle(engine)
 
 
