@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen_logits = {}
 
     @rule(
-        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=24),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         max_tokens=st.integers(1, 9),
         priority=st.integers(0, 2),
@@ -82,6 +82,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop=stop,
         )
         assert scheduler.has_unfinished
+
+    @rule(data=st.data(), more=st.lists(st.integers(1, 2), max_size=3))
+    @precondition(lambda self: self.bench.scheduler.has_unfinished)
+    def add_a_twin(self, data, more):
+        """Somebody asks what another is just asking, perhaps a little more: they meet in the middle of a block."""
+        twin = data.draw(st.sampled_from(list(self.bench.scheduler.requests.values())))
+        config = self.bench.scheduler.config
+        limit = config.max_model_len if config.enable_chunked_prefill else config.max_num_batched_tokens
+        prompt = (twin.prompt_token_ids + more)[: min(limit, config.max_model_len)]
+        self.bench.add(prompt, max_tokens=2, params=SamplingParams(max_tokens=2), extra_keys=twin.extra_keys)
 
     @rule(data=st.data())
     @precondition(lambda self: self.bench.scheduler.has_unfinished)
