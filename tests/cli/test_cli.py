@@ -117,4 +117,4 @@ def test_info_as_json(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str])
 def test_info_for_people(capsys: pytest.CaptureFixture[str]):
     assert call("info") == 0
     out = capsys.readouterr().out
-    assert "GB/s" in out and "attention backend torch_sdpa" in out
+    assert "GB/s" in out and "attention backends reference, torch_sdpa" in out

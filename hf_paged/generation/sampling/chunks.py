@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 CHUNK_SIZE = 128
+WIDE_CHUNK_SIZE = 1024  # where only the best entry is asked for: one chunk a row is read again, so fewer are better
 BLOCK_NUMEL = 1 << 20  # numbers of a float32 copy at a time (4 MiB), so that memory is bounded and caches are used
 
 
@@ -35,19 +36,34 @@ def row_blocks(num_rows: int, row_size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, num_rows))
 
 
-def split_chunks(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_chunks(scores: torch.Tensor, chunk_size: int = CHUNK_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
     """Views rows as whole chunks and a rest.
 
     Args:
         scores (`torch.Tensor`):
             `[rows, vocab_size]`, contiguous within a row.
+        chunk_size (`int`, defaults to `CHUNK_SIZE`):
+            Entries of a chunk.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: `[rows, vocab_size // CHUNK_SIZE, CHUNK_SIZE]` and
-        `[rows, vocab_size % CHUNK_SIZE]`, both views.
+        `tuple[torch.Tensor, torch.Tensor]`: `[rows, vocab_size // chunk_size, chunk_size]` and
+        `[rows, vocab_size % chunk_size]`, both views.
     """
-    whole = scores.shape[1] // CHUNK_SIZE * CHUNK_SIZE
-    return scores[:, :whole].unflatten(1, (whole // CHUNK_SIZE, CHUNK_SIZE)), scores[:, whole:]
+    whole = scores.shape[1] // chunk_size * chunk_size
+    return scores[:, :whole].unflatten(1, (whole // chunk_size, chunk_size)), scores[:, whole:]
+
+
+def wide_maxima(scores: torch.Tensor) -> torch.Tensor:
+    """Computes the maximum of each wide chunk; NaN if the chunk holds one.
+
+    Args:
+        scores (`torch.Tensor`):
+            `[rows, vocab_size]`, any floating dtype; the maxima have the same.
+
+    Returns:
+        `torch.Tensor`: `[rows, ceil(vocab_size / WIDE_CHUNK_SIZE)]`.
+    """
+    return _reduce(scores, "amax", WIDE_CHUNK_SIZE)
 
 
 def chunk_maxima(scores: torch.Tensor) -> torch.Tensor:
@@ -78,33 +94,37 @@ def chunk_sums(values: torch.Tensor) -> torch.Tensor:
     return _reduce(values, "sum")
 
 
-def _reduce(values: torch.Tensor, operator: str) -> torch.Tensor:
-    chunks, rest = split_chunks(values)
+def _reduce(values: torch.Tensor, operator: str, chunk_size: int = CHUNK_SIZE) -> torch.Tensor:
+    chunks, rest = split_chunks(values, chunk_size)
     reduced = getattr(chunks, operator)(dim=2) if chunks.shape[1] else values[:, :0]
     if not rest.shape[1]:
         return reduced
     return torch.cat((reduced, getattr(rest, operator)(dim=1, keepdim=True)), dim=1)
 
 
-def argmax_rows(scores: torch.Tensor, maxima: torch.Tensor) -> np.ndarray:
+def argmax_rows(scores: torch.Tensor, maxima: torch.Tensor, chunk_size: int = CHUNK_SIZE) -> np.ndarray:
     """Finds the first of the largest entries of each row.
 
     Args:
         scores (`torch.Tensor`):
             `[rows, vocab_size]` without NaN.
         maxima (`torch.Tensor`):
-            Its `chunk_maxima`.
+            Its `chunk_maxima`, or the maxima of chunks of another size.
+        chunk_size (`int`, defaults to `CHUNK_SIZE`):
+            Entries of a chunk.
 
     Returns:
         `np.ndarray`: `[rows]` int64.
     """
     chunk = maxima.argmax(dim=1)
-    values, columns = gather_chunks(scores, torch.arange(len(scores), device=scores.device), chunk)
+    values, columns = gather_chunks(scores, torch.arange(len(scores), device=scores.device), chunk, chunk_size)
     inside = values.argmax(dim=1, keepdim=True)
     return columns.gather(1, inside)[:, 0].cpu().numpy()
 
 
-def gather_chunks(scores: torch.Tensor, rows: torch.Tensor, chunks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_chunks(
+    scores: torch.Tensor, rows: torch.Tensor, chunks: torch.Tensor, chunk_size: int = CHUNK_SIZE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads one chunk for each (row, chunk) pair.
 
     Args:
@@ -114,12 +134,14 @@ def gather_chunks(scores: torch.Tensor, rows: torch.Tensor, chunks: torch.Tensor
             `[n]` int64.
         chunks (`torch.Tensor`):
             `[n]` int64.
+        chunk_size (`int`, defaults to `CHUNK_SIZE`):
+            Entries of a chunk.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: `[n, CHUNK_SIZE]` float32 values, -inf past the end of a row, and their
+        `tuple[torch.Tensor, torch.Tensor]`: `[n, chunk_size]` float32 values, -inf past the end of a row, and their
         columns (int64).
     """
-    columns = chunks[:, None] * CHUNK_SIZE + torch.arange(CHUNK_SIZE, device=scores.device)
+    columns = chunks[:, None] * chunk_size + torch.arange(chunk_size, device=scores.device)
     last = scores.shape[1] - 1
     values = scores[rows[:, None], columns.clamp(max=last)].float()
     return values.masked_fill_(columns > last, -torch.inf), columns

@@ -12,7 +12,7 @@ from ..request import Request
 from .allowed_token_ids import AllowedTokenIds
 from .bad_words import BadWords
 from .bitmask import apply_bitmask
-from .chunks import argmax_rows, chunk_maxima
+from .chunks import WIDE_CHUNK_SIZE, argmax_rows, chunk_maxima, wide_maxima
 from .draw import draw_candidates, draw_full
 from .logit_bias import LogitBias
 from .logprobs import token_logprobs
@@ -41,6 +41,7 @@ class _Plan:
         self.processors = [processor(batch) for processor in PROCESSORS]
         params = [request.params for request in batch.requests]
         self.greedy = np.array([p.greedy for p in params])
+        self.all_greedy = bool(self.greedy.all())
         self.settings = Truncation(
             temperature=np.array([p.temperature for p in params], dtype=np.float64),
             top_k=np.array([_top_k(p.top_k, batch.vocab_size) for p in params], dtype=np.int64),
@@ -125,7 +126,7 @@ class Sampler:
         plan = self._plan_for(requests, logits.shape[1])
         raw = _select(logits, rows)
         scores, failed = _process(raw, plan, bitmask)
-        maxima = chunk_maxima(scores)
+        maxima = wide_maxima(scores) if plan.all_greedy else chunk_maxima(scores)
         best = maxima.amax(dim=1)
         failed |= ~torch.isfinite(best).cpu().numpy()
         token_ids = _choose(scores, maxima, best, plan, ~failed)
@@ -172,8 +173,8 @@ def _choose(
     scores: torch.Tensor, maxima: torch.Tensor, best: torch.Tensor, plan: _Plan, usable: np.ndarray
 ) -> np.ndarray:
     """Chooses a token in each usable row: the best one, one of those that remain, or any."""
-    if plan.greedy.all():
-        return argmax_rows(scores, maxima)
+    if plan.all_greedy:
+        return argmax_rows(scores, maxima, WIDE_CHUNK_SIZE)
     token_ids = np.zeros(len(usable), dtype=np.int64)
     greedy = np.flatnonzero(usable & plan.greedy)
     if len(greedy):
