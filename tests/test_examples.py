@@ -15,17 +15,18 @@ from tests.tools.tiny_checkpoint import tiny_checkpoint  # noqa: F401 - a fixtur
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # A line that shows that the example did what it is there to show.
+# A text is shown by `repr`, which takes double quotes where the text holds a single one.
 EXPECTED = {
-    "async_streaming": r"^'2 \+ 2 =': '",
+    "async_streaming": r"^'2 \+ 2 =': ['\"]",
     "chat": r"[1-9]\d* of \d+ prompt tokens were cached",
     "custom_loop": r"^four rows, still \d+ blocks",
-    "generate_one_line_change": r"^'The capital of France is.+'",
+    "generate_one_line_change": r"^['\"]The capital of France is.+['\"]",
     "logprobs": r"rank \d+$",
-    "offline_batch": r"^Prompt: 'In the morning the baker', generated text: '.+'",
-    "own_backend": r"^simple: \['.+\]",
+    "offline_batch": r"^Prompt: 'In the morning the baker', generated text: ['\"].+['\"]",
+    "own_backend": r"^simple: \[['\"].+\]",
     "priorities": r"^1\. priority 0: stop the leak",
     "shared_prefix": r"^ *[1-9]\d* of \d+ prompt tokens were cached: When",
-    "stock_pipeline": r"^'The sea is.+'",
+    "stock_pipeline": r"^['\"]The sea is.+['\"]",
 }
 
 
