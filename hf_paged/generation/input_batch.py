@@ -132,13 +132,10 @@ class InputBatch:
         cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
         metadata = []
         for table in self.block_tables:
-            slots = table[token_rows, positions // self.block_size].astype(np.int64)
-            slots *= self.block_size
-            slots += positions % self.block_size
             metadata.append(
                 PagedAttentionMetadata(
                     block_tables=self._to_device(table[rows, :num_blocks]),
-                    slot_mapping=self._to_device(slots),
+                    slot_mapping=self._to_device(self._slots(table, token_rows, positions)),
                     cu_seqlens_q=self._to_device(cu_seqlens),
                     seq_lens=self._to_device(seq_lens),
                     query_lens_host=query_lens,
@@ -181,10 +178,7 @@ class InputBatch:
         metadata = tuple(
             PagedAttentionMetadata(
                 block_tables=self._to_device(np.repeat(table[row : row + 1, :num_blocks], count, axis=0)),
-                slot_mapping=self._to_device(
-                    table[row, positions // self.block_size].astype(np.int64) * self.block_size
-                    + positions % self.block_size
-                ),
+                slot_mapping=self._to_device(self._slots(table, row, positions)),
                 cu_seqlens_q=self._to_device(np.arange(count + 1, dtype=np.int32)),
                 seq_lens=self._to_device(seq_lens),
                 query_lens_host=np.ones(count, dtype=np.int32),
@@ -201,6 +195,12 @@ class InputBatch:
             metadata,
             self._to_device(np.arange(TILE)),
             {},
+        )
+
+    def _slots(self, table: np.ndarray, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """Where the K/V of tokens lie, given the row of the table that each belongs to."""
+        return (
+            table[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         )
 
     def _logits_rows(self, shares, order, starts, ends) -> tuple[np.ndarray, dict[str, tuple[int, int]]]:
