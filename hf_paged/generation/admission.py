@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InvalidRequestError, InvalidTokenError, PromptTooLongError
 from .plan import EnginePlan
-from .request import Request, RequestGroup
+from .request import Request, RequestExtras, RequestGroup
 from .sampling.params import SamplingParams
 
 _SEED_MASK = 2**64 - 1
@@ -196,7 +196,7 @@ def make_group(
     request_id: str | None,
     priority: int,
     extra_keys: tuple,
-    banned: tuple[tuple[int, ...], ...],
+    extras: RequestExtras,
 ) -> RequestGroup:
     """Makes the requests of a checked prompt, one per answer.
 
@@ -213,8 +213,8 @@ def make_group(
             Lower runs earlier under the priority policy.
         extra_keys (`tuple`):
             What else the K/V depend on.
-        banned (`tuple[tuple[int, ...], ...]`):
-            Token sequences that must not be generated.
+        extras (`RequestExtras`):
+            What the request asks for beside its parameters.
     """
     group_id = request_id if request_id is not None else uuid.uuid4().hex
     room = limits.plan.max_model_len - len(tokens)
@@ -235,7 +235,7 @@ def make_group(
                 extra_keys=extra_keys,
                 seed=seed & _SEED_MASK,
                 branch=branch,
-                bad_words_ids=banned,
+                extras=extras,
             )
             for branch in range(params.n)
         ],

@@ -21,6 +21,7 @@ from .engine import Engine
 from .hf_generate import banned_sequences, lengths_open, sampling_params
 from .outputs import GenerationOutput
 from .progress import progress
+from .request import RequestExtras
 from .sampling.params import SamplingParams
 
 
@@ -73,7 +74,9 @@ def run_batch(
     on_update = functools.partial(_stamp, stamps) if record_timestamps else None
     with engine.requests() as states, progress(progress_bar, len(prompts), "Processed prompts", "prompt") as advance:
         for prompt, (params, banned) in zip(prompts, planned, strict=True):
-            states.append(engine.add_request(prompt, params, banned=banned, on_update=on_update))
+            states.append(
+                engine.add_request(prompt, params, extras=RequestExtras(bad_words_ids=banned), on_update=on_update)
+            )
         for _ in engine.as_settled(states):
             advance()
     return _results(states, stamps if record_timestamps else None)

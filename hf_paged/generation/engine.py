@@ -38,7 +38,7 @@ from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
 from .probe import activation_bytes, check_against_stock, evaluating
-from .request import FinishReason
+from .request import NO_EXTRAS, FinishReason, RequestExtras
 from .sampling.params import SamplingParams
 from .sampling.sampler import Sampler
 from .stats import EngineStats
@@ -108,8 +108,7 @@ class Engine:
         extra_keys: tuple = (),
         tokenizer: Any = None,
         on_update: Callable[[RequestState], None] | None = None,
-        banned: tuple[tuple[int, ...], ...] = (),
-        keep_kv: bool = False,
+        extras: RequestExtras = NO_EXTRAS,
     ) -> RequestState:
         """Checks a request and queues it. Thread-safe; touches no other request.
 
@@ -130,10 +129,8 @@ class Engine:
                 Instead of the engine's own.
             on_update (`Callable[[RequestState], None]`, *optional*):
                 Called after each token and at the end, by the thread that runs the steps.
-            banned (`tuple[tuple[int, ...], ...]`, defaults to `()`):
-                Token sequences that must not be generated, beside the parameters' `bad_words`.
-            keep_kv (`bool`, defaults to `False`):
-                Whether the answers keep a copy of their K/V when they end.
+            extras (`RequestExtras`, defaults to none):
+                What the request asks for beside its parameters.
 
         Returns:
             `RequestState`: To be waited for with `wait`.
@@ -148,9 +145,10 @@ class Engine:
         tokens, params = self._checked(prompt_token_ids, params, tokenizer)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"`priority` must be a whole number, got {priority!r}.")
-        check_banned(banned, self.limits)
+        check_banned(extras.bad_words_ids, self.limits)
         if params.bad_words:
-            banned += bad_words_ids(params.bad_words, tokenizer)
+            words = extras.bad_words_ids + bad_words_ids(params.bad_words, tokenizer)
+            extras = dataclasses.replace(extras, bad_words_ids=words)
         group = make_group(
             tokens,
             params,
@@ -158,9 +156,9 @@ class Engine:
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,
-            banned=banned,
+            extras=extras,
         )
-        state = RequestState(group, prompt, tokenizer, on_update, keep_kv)
+        state = RequestState(group, prompt, tokenizer, on_update, extras.keep_kv)
         self._enqueue(state)
         return state
 

@@ -22,6 +22,7 @@ from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
 from .model_state import replaced_by_adapter, training_obstacle
 from .plan import EnginePlan
+from .request import RequestExtras
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ class GenerateCall:
                     engine.add_request(
                         row,
                         self.params,
-                        banned=self.bad_words_ids,
-                        keep_kv=self.return_dict,
+                        extras=RequestExtras(bad_words_ids=self.bad_words_ids, keep_kv=self.return_dict),
                         on_update=_ignore if self.streamer is not None else None,
                     )
                 )

@@ -58,6 +58,57 @@ class RequestMetrics:
     num_cached_tokens: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestExtras:
+    """What a request may ask for beside its `SamplingParams`.
+
+    Args:
+        bad_words_ids (`tuple[tuple[int, ...], ...]`, defaults to `()`):
+            Token sequences that must not be generated.
+        features (`SamplingFeatures`, *optional*):
+            Transformers' further sampling settings, for the sampler.
+        logits_processor (`Sequence[Callable]`, *optional*):
+            Called in order as `processor(input_ids [1, tokens], scores [1, vocab_size])`; each returns scores.
+        stopping_criteria (`Sequence[Callable]`, *optional*):
+            Called after each token as `criteria(input_ids [1, tokens], scores)`; a true answer ends the request.
+        hidden_states (`HiddenStatesWanted`, *optional*):
+            Which hidden states come back with the answer.
+        scores (`bool`, defaults to `False`):
+            Whether the processed scores of each token come back with the answer.
+        keep_kv (`bool`, defaults to `False`):
+            Whether the answers keep a copy of their K/V when they end.
+        prompt_embeds (`torch.Tensor`, *optional*):
+            `[prompt tokens, hidden_size]`, instead of the embeddings of the prompt's tokens.
+    """
+
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    features: Any = None
+    logits_processor: Any = None
+    stopping_criteria: Any = None
+    hidden_states: HiddenStatesWanted | None = None
+    scores: bool = False
+    keep_kv: bool = False
+    prompt_embeds: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HiddenStatesWanted:
+    """Which hidden states a request wants.
+
+    Args:
+        layers (`tuple[int, ...]`, *optional*):
+            Places in Transformers' `hidden_states` tuple: 0 is the embeddings, -1 the last; `None` means all.
+        all_tokens (`bool`, defaults to `True`):
+            Those of every token, or of the last one only.
+    """
+
+    layers: tuple[int, ...] | None = None
+    all_tokens: bool = True
+
+
+NO_EXTRAS = RequestExtras()
+
+
 class Request:
     """One sequence of tokens being generated.
 
@@ -86,8 +137,8 @@ class Request:
             Seed of its random numbers, which depend on (seed, branch, output position) alone.
         branch (`int`, defaults to 0):
             Which of the group's answers this is.
-        bad_words_ids (`tuple[tuple[int, ...], ...]`, defaults to `()`):
-            Token sequences that must not be generated.
+        extras (`RequestExtras`, defaults to none):
+            What it asks for beside its parameters.
     """
 
     def __init__(
@@ -102,7 +153,7 @@ class Request:
         extra_keys: tuple = (),
         seed: int = 0,
         branch: int = 0,
-        bad_words_ids: tuple[tuple[int, ...], ...] = (),
+        extras: RequestExtras = NO_EXTRAS,
     ):
         assert prompt_token_ids, "a request needs at least one prompt token; the engine checks this"
         self.request_id = request_id
@@ -115,7 +166,7 @@ class Request:
         self.extra_keys = extra_keys
         self.seed = seed
         self.branch = branch
-        self.bad_words_ids = bad_words_ids
+        self.extras = extras
         self.group: RequestGroup | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -16,6 +16,7 @@ from hf_paged import (
     SamplingParams,
     StepFailedError,
 )
+from hf_paged.generation.request import RequestExtras
 from tests.families import greedy, tiny_model
 from tests.paged_models import assert_idle
 from tests.tokenizers_for_tests import VOCAB_SIZE, tiny_tokenizer
@@ -57,7 +58,9 @@ def test_bad_words_that_are_no_tokens_are_refused_and_touch_nobody(model, words)
         for call in (
             lambda: model.generate(torch.tensor([[4, 5, 6]]), bad_words_ids=words, max_new_tokens=3),
             lambda: model.generate_batch([[4, 5, 6]], bad_words_ids=words, max_new_tokens=3, progress_bar=False),
-            lambda: model.engine.add_request([4, 5, 6], PARAMS, banned=tuple(map(tuple, words))),
+            lambda: model.engine.add_request(
+                [4, 5, 6], PARAMS, extras=RequestExtras(bad_words_ids=tuple(map(tuple, words)))
+            ),
         ):
             with pytest.raises(ValueError):  # Transformers' type; the message is ours or theirs
                 call()

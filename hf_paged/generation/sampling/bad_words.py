@@ -24,7 +24,9 @@ class BadWords:
         self._words: dict[int, list[tuple[int, ...]]] = {}
         for row, request in enumerate(batch.requests):
             words = [
-                word for word in request.bad_words_ids if not (len(word) == 1 and word[0] in request.stop_token_ids)
+                word
+                for word in request.extras.bad_words_ids
+                if not (len(word) == 1 and word[0] in request.stop_token_ids)
             ]
             if words:
                 self._words[row] = words

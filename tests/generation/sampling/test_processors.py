@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from hf_paged.generation.request import Request
+from hf_paged.generation.request import Request, RequestExtras
 from hf_paged.generation.sampling.params import SamplingParams
 from hf_paged.generation.sampling.processors import Batch
 from hf_paged.generation.sampling.sampler import PROCESSORS, Sampler
@@ -30,7 +30,7 @@ def make_request(prompt, output=(), *, bad_words_ids=(), stop_token_ids=EOS, req
         SamplingParams(**params),
         max_tokens=100,
         stop_token_ids=frozenset(stop_token_ids),
-        bad_words_ids=tuple(map(tuple, bad_words_ids)),
+        extras=RequestExtras(bad_words_ids=tuple(map(tuple, bad_words_ids))),
     )
     request.token_ids += output
     return request
@@ -52,8 +52,8 @@ def transformers_scores(scores, request):
         processors.append(SequenceBiasLogitsProcessor([[[i], float(v)] for i, v in params.logit_bias.items()]))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if request.bad_words_ids:
-        processors.append(NoBadWordsLogitsProcessor([list(w) for w in request.bad_words_ids], sorted(EOS)))
+    if request.extras.bad_words_ids:
+        processors.append(NoBadWordsLogitsProcessor([list(w) for w in request.extras.bad_words_ids], sorted(EOS)))
     if params.min_tokens:
         processors.append(MinNewTokensLengthLogitsProcessor(request.num_prompt_tokens, params.min_tokens, sorted(EOS)))
     return processors(torch.tensor([request.token_ids]), scores[None])[0]
