@@ -206,9 +206,9 @@ class BlockManager:
 
         Args:
             request (`Request`):
-                The request. One that needs the logits of its whole prompt finds nothing.
+                The request. One that needs more than the K/V of its whole prompt finds nothing.
         """
-        if not self.enable_prefix_caching or request.needs_prompt_logits:
+        if not self.enable_prefix_caching or request.skips_prefix_cache:
             return PrefixHit(0, ((),) * self.num_groups, (0,) * self.num_groups)
         num_blocks = (request.num_tokens - 1) // self.block_size
         hashes = self._block_hashes(request, num_blocks)[:num_blocks]
@@ -396,6 +396,27 @@ class BlockManager:
         copies = [list(block_ids) for block_ids in table.block_ids]
         self._tables[child.request_id] = _BlockTable(child, copies, table.cacheable)
         child.block_hashes = list(parent.block_hashes)
+
+    def reassign(self, pairs: Sequence[tuple[Request, Request]]) -> None:
+        """Gives requests the blocks that others of them hold, all at once: how beams move. Nothing is copied.
+
+            before   a [4 1 7]   b [4 1 2]           reassign([(a, b)])
+            after    a [4 1 2]   b [4 1 2]           block 7 is free; who writes into block 2 first copies it
+
+        Args:
+            pairs (`Sequence[tuple[Request, Request]]`):
+                (request, whose blocks it gets); all hold blocks, and none takes part in a step.
+        """
+        tables = []
+        for request, source in pairs:
+            table = self._tables[source.request_id]
+            assert table.allocation is None, f"{source.request_id} is part of a step"
+            for pool, block_ids in zip(self.pools, table.block_ids, strict=True):
+                pool.touch(block_ids)
+            tables.append(_BlockTable(request, [list(block_ids) for block_ids in table.block_ids], table.cacheable))
+        for request, _ in pairs:
+            self.free(request)
+        self._tables.update((table.request.request_id, table) for table in tables)
 
     def free(self, request: Request) -> None:
         """Takes a request's blocks away; those with a hash can be found until they are reused.

@@ -12,6 +12,7 @@ expanded. A model that attends by itself would see the new tokens only; the view
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import AttentionBypassedError, UnsupportedModelError
 from ..kernels.base import PagedAttentionBackend
 from ..kernels.metadata import PagedAttentionMetadata
+from ..kernels.reference import attention_weights
 from ..modeling.attention_patches.latent import LAYER_ATTRIBUTE
 
 
@@ -186,10 +188,26 @@ class StepLayer(CacheLayerMixin):
             softcap=request.softcap,
             sinks=request.sinks,
         )
+        if self.view.attention_ranges:
+            self._record_attention(query, request)
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
         if token_rows is None:
             return output
         return output.new_zeros(num_rows, *output.shape[1:]).index_copy_(0, token_rows, output)
+
+    def _record_attention(self, query: torch.Tensor, request: AttentionRequest) -> None:
+        """Backends do not return attention weights, so those that are wanted are computed once more."""
+        for request_id, tokens in self.view.attention_ranges.items():
+            weights = attention_weights(
+                query[tokens.start : tokens.end],
+                self.spec.key_cache,
+                self.metadata.block_tables[tokens.row],
+                tokens.first_position,
+                scale=request.scale,
+                window=request.window,
+                softcap=request.softcap,
+            )
+            self.view.attentions.setdefault(request_id, []).append(weights)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing: the blocks exist.
@@ -239,16 +257,23 @@ class StepCache(Cache):
         self.metadata: tuple[PagedAttentionMetadata, ...] = ()
         self.unattended: StepLayer | None = None
         self.num_attended = 0
+        self.attention_ranges: Mapping[str, Any] = {}
+        self.attentions: dict[str, list[torch.Tensor]] = {}
         self._head_counts = {(spec.group_idx, spec.key_cache.shape[1]) for spec in layers}
 
-    def begin(self, metadata: tuple[PagedAttentionMetadata, ...]) -> None:
+    def begin(
+        self, metadata: tuple[PagedAttentionMetadata, ...], attention_ranges: Mapping[str, Any] | None = None
+    ) -> None:
         """Points the view at a step.
 
         Args:
             metadata (`tuple[PagedAttentionMetadata, ...]`):
                 The step's lengths and block tables, one per layer group.
+            attention_ranges (`Mapping[str, TokenRange]`, *optional*):
+                Tokens whose attention weights are wanted, by request; they will be in `attentions`.
         """
         self.metadata = metadata
+        self.attention_ranges, self.attentions = attention_ranges or {}, {}
         self.unattended = None
         self.num_attended = 0
         for group_idx, num_kv_heads in self._head_counts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .detokenizer import IncrementalDetokenizer
 from .outputs import CompletionOutput, Logprob, RequestOutput
+from .recording import Recorded
 from .request import FinishReason, Request, RequestGroup
 from .stop_strings import StopStringMatcher
 
@@ -29,6 +31,8 @@ class Answer:
         self.text = ""
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
+        self.recorded: Recorded | None = None  # hidden states, if they were asked for
+        self.scores: list[Any] | None = [] if request.extras.scores else None  # processed, one row per token
         self.kv: list[tuple[Any, Any]] | None = None  # per layer, copied at the end if that was asked for
         self._matcher = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -127,6 +131,7 @@ class RequestState:
         self.answers = [Answer(request, tokenizer, on_update is not None) for request in group.requests]
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
+        self._prompt_recorded: Recorded | None = None  # by the branch that computed the prompt
         group.context = self
 
     @property
@@ -151,6 +156,28 @@ class RequestState:
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
         self.prompt_logprobs[start:] = logprobs
+
+    def take_recorded(self, request: Request, recorded: Recorded) -> None:
+        """Takes in hidden states of some of a branch's tokens; those of the prompt are the same for all branches.
+
+        Args:
+            request (`Request`):
+                The branch that computed them.
+            recorded (`Recorded`):
+                What was computed.
+        """
+        wanted = request.extras.hidden_states
+        branch = self.answers[request.branch]
+        if wanted is not None and not wanted.all_tokens:
+            branch.recorded = recorded
+        elif branch.recorded is not None:
+            branch.recorded.append(recorded)
+        elif self._prompt_recorded is None or recorded.first_position == 0:
+            branch.recorded = self._prompt_recorded = recorded
+        else:
+            branch.recorded = copy.copy(self._prompt_recorded)
+            branch.recorded.cut(request.num_prompt_tokens)
+            branch.recorded.append(recorded)
 
     def output(self) -> RequestOutput:
         """Returns all answers so far, in vLLM's form."""

@@ -418,10 +418,11 @@ class Engine:
         scheduled = time.perf_counter()
         try:
             runner = self._ready_runner()
-            handle = runner.launch(output)
+            handle = runner.launch(output, live.embeds_of(output))
             result = runner.collect(handle)
             modelled = time.perf_counter()
-            choice = self.sampler.sample(result.logits, live.sampled_in(output), result.sample_rows)
+            tokens = live.tokens_of(output, result)
+            choice = self.sampler.sample(result.logits, tokens.requests, tokens.rows)
             refused = live.take_prompt_logprobs(output, result)
         except Exception as error:
             live.fail_step(output, error)
@@ -433,7 +434,7 @@ class Engine:
             raise
         sampled = time.perf_counter()
         try:
-            live.collect(output, choice, refused, runner.read)
+            live.collect(output, result, tokens, choice, refused, runner.read)
         except BaseException as error:
             self._start_over(error)
             raise

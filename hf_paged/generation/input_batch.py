@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..kernels.metadata import PagedAttentionMetadata
+from .recording import TokenRange
 from .step import ScheduledRequest, SchedulerOutput
 
 TILE = 16  # tokens in the row of a batch-invariant call
@@ -29,6 +30,8 @@ class ModelInputs:
             samples, in schedule order, then all tokens of the shares that want prompt logits.
         prompt_rows (`dict[str, tuple[int, int]]`):
             For each share that wants prompt logits the half-open range of its rows.
+        ranges (`dict[str, TokenRange]`):
+            For each share that wants or brings something special its tokens.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +39,7 @@ class ModelInputs:
     metadata: tuple[PagedAttentionMetadata, ...]
     logits_indices: torch.Tensor
     prompt_rows: dict[str, tuple[int, int]]
+    ranges: dict[str, TokenRange] = dataclasses.field(default_factory=dict)
 
 
 class InputBatch:
@@ -98,17 +102,15 @@ class InputBatch:
                 table[row, start:end] = block_ids
             self.num_blocks[row] = end
 
-    def tables_of(self, request_id: str, num_tokens: int) -> list[np.ndarray]:
-        """Returns the block ids of a request's first tokens, one array per layer group.
+    def tables_of(self, request_id: str) -> list[list[int]]:
+        """Returns the block ids of a request, one list per layer group.
 
         Args:
             request_id (`str`):
                 A request that has not been forgotten yet.
-            num_tokens (`int`):
-                How many tokens.
         """
-        row, count = self._rows[request_id], -(-num_tokens // self.block_size)
-        return [table[row, :count].astype(np.int64) for table in self.block_tables]
+        row = self._rows[request_id]
+        return [table[row, : self.num_blocks[row]].tolist() for table in self.block_tables]
 
     def build(self, output: SchedulerOutput) -> ModelInputs:
         """Builds the inputs of the call that a step makes.
@@ -151,6 +153,11 @@ class InputBatch:
             tuple(metadata),
             self._to_device(indices),
             prompt_rows,
+            {
+                shares[i].request_id: TokenRange(place, int(starts[place]), int(ends[place]), int(computed[place]))
+                for place, i in enumerate(order)
+                if shares[i].is_special
+            },
         )
 
     def build_tile(self, share: ScheduledRequest, start: int, count: int) -> ModelInputs:
@@ -195,6 +202,7 @@ class InputBatch:
             metadata,
             self._to_device(np.arange(TILE)),
             {},
+            {share.request_id: TokenRange(0, offset, offset + count, start)} if share.is_special else {},
         )
 
     def _slots(self, table: np.ndarray, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,24 @@ from .stats import EngineStats
 from .step import ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Who gets a token in a step, in schedule and branch order.
+
+    Args:
+        requests (`list[Request]`):
+            Those whose tokens the sampler chooses.
+        rows (`list[int]`):
+            For each of them its row of the logits.
+        chosen_elsewhere (`list[tuple[Request, int]]`):
+            Those whose tokens their sessions choose, with their rows.
+    """
+
+    requests: list[Request]
+    rows: list[int]
+    chosen_elsewhere: list[tuple[Request, int]]
 
 
 class LiveRequests:
@@ -114,14 +133,35 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ a step
 
-    def sampled_in(self, output: SchedulerOutput) -> list[Request]:
-        """Returns the requests that get a token in a step, in schedule and branch order.
+    def tokens_of(self, output: SchedulerOutput, result: StepResult) -> StepTokens:
+        """Returns who gets a token in a step.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            result (`StepResult`):
+                What it computed.
+        """
+        everyone = [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
+        pairs = list(zip(everyone, result.sample_rows, strict=True))
+        chosen_elsewhere = [pair for pair in pairs if pair[0].session is not None]
+        if not chosen_elsewhere:
+            return StepTokens(everyone, result.sample_rows, [])
+        mine = [pair for pair in pairs if pair[0].session is None]
+        return StepTokens([request for request, _ in mine], [row for _, row in mine], chosen_elsewhere)
+
+    def embeds_of(self, output: SchedulerOutput) -> dict[str, Any]:
+        """Returns the prompts of a step that were given as embeddings, by request.
 
         Args:
             output (`SchedulerOutput`):
                 The step.
         """
-        return [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
+        return {
+            share.request_id: self.scheduler.requests[share.request_id].extras.prompt_embeds
+            for share in output.scheduled
+            if share.embeds
+        }
 
     def take_prompt_logprobs(
         self, output: SchedulerOutput, result: StepResult
@@ -161,6 +201,8 @@ class LiveRequests:
     def collect(
         self,
         output: SchedulerOutput,
+        result: StepResult,
+        tokens_of: StepTokens,
         choice: SamplerOutput,
         refused: Iterable[tuple[Request, NonFiniteLogitsError]],
         read_kv: Callable[[str, int], Any],
@@ -170,14 +212,18 @@ class LiveRequests:
         Args:
             output (`SchedulerOutput`):
                 The step.
+            result (`StepResult`):
+                What it computed.
+            tokens_of (`StepTokens`):
+                Who gets a token.
             choice (`SamplerOutput`):
-                Its tokens, in the order of `sampled_in`.
+                The tokens, in the order of `tokens_of.requests`.
             refused (`Iterable[tuple[Request, NonFiniteLogitsError]]`):
                 What `take_prompt_logprobs` returned.
             read_kv (`Callable[[str, int], Any]`):
                 Copies the K/V of a request's first tokens out of its blocks.
         """
-        requests = self.sampled_in(output)
+        requests = tokens_of.requests
         failed = set(choice.failed_rows)
         tokens = {
             request.request_id: token
@@ -188,8 +234,12 @@ class LiveRequests:
         for request, error in [*refused, *((requests[row], _non_finite(requests[row])) for row in failed)]:
             self._fail(request, error)
             touched[id(request.group)] = _state_of(request)
+        self._take_recorded(output, result)
         self.scheduler.update_from_output(output, tokens)
-        self._observe(output, len(tokens))
+        self._observe(output, len(tokens) + len(tokens_of.chosen_elsewhere))
+        for request, row in tokens_of.chosen_elsewhere:
+            if not request.is_finished:
+                request.session.take_logits(request, result.logits[row])
         for row, request in enumerate(requests):
             touched[id(request.group)] = _state_of(request)
             if request.error is None:
@@ -213,6 +263,17 @@ class LiveRequests:
             self.scheduler.finish(request, FinishReason.STOP, stop_reason=stop)
         elif stop is not None:
             request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+
+    def _take_recorded(self, output: SchedulerOutput, result: StepResult) -> None:
+        for share in output.scheduled if result.recorded else ():
+            recorded = result.recorded.get(share.request_id)
+            if recorded is None:
+                continue
+            request = self.scheduler.requests[share.request_id]
+            if request.session is not None:
+                request.session.take_recorded(request, recorded)
+            else:
+                _state_of(request).take_recorded(request, recorded)
 
     def fail_step(self, output: SchedulerOutput, cause: Exception) -> None:
         """A step has raised: its requests fail with the cause, and all others go on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..kernels.base import PagedAttentionBackend
 from ..modeling.layer_groups import LayerGroup
 from .input_batch import TILE, InputBatch, ModelInputs
 from .outputs import StepResult
+from .recording import Recorded, StepRecorder
 from .step import SchedulerOutput
 
 
@@ -32,6 +33,8 @@ class StepHandle:
             `[num_rows, vocab_size]`.
         prompt_rows (`dict[str, tuple[int, int]]`):
             Rows of the shares that want prompt logits.
+        recorded (`dict[str, Recorded]`):
+            What else was wanted of the model, by request.
         seconds_inputs (`float`):
             Time that building the inputs took.
     """
@@ -39,6 +42,7 @@ class StepHandle:
     output: SchedulerOutput
     logits: torch.Tensor
     prompt_rows: dict[str, tuple[int, int]]
+    recorded: dict[str, Recorded]
     seconds_inputs: float
 
 
@@ -172,12 +176,14 @@ class ModelRunner:
         return model
 
     @torch.inference_mode()
-    def launch(self, output: SchedulerOutput) -> StepHandle:
+    def launch(self, output: SchedulerOutput, embeds: Mapping[str, torch.Tensor] | None = None) -> StepHandle:
         """Starts a step.
 
         Args:
             output (`SchedulerOutput`):
                 What it does; at least one share.
+            embeds (`Mapping[str, torch.Tensor]`, *optional*):
+                For the shares that bring them, embeddings `[prompt tokens, hidden_size]` by request.
 
         Returns:
             `StepHandle`: To be handed to `collect`.
@@ -186,32 +192,55 @@ class ModelRunner:
         self.batch.apply(output)
         for group, pool in enumerate(self.pools):
             self._prepare_blocks(pool, group, output)
+        recorder = StepRecorder(output)
         if self.tiled:
-            return self._launch_tiles(output)
+            return self._launch_tiles(output, recorder, embeds)
         inputs = self.batch.build(output)
-        self.cache.begin(inputs.metadata)
+        self.cache.begin(inputs.metadata, recorder.attention_ranges(inputs.ranges))
         seconds_inputs = time.perf_counter() - started
-        return StepHandle(output, self._call(inputs), inputs.prompt_rows, seconds_inputs)
+        logits = self._call(inputs, recorder, embeds)
+        return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs)
 
     def _prepare_blocks(self, pool: KVPool, group: int, output: SchedulerOutput) -> None:
         new = [block for share in output.scheduled if share.new_block_ids for block in share.new_block_ids[group]]
         pool.use(new, output.cleared_blocks[group] if output.cleared_blocks else ())
         pool.copy(output.block_copies[group] if output.block_copies else ())
 
-    def _call(self, inputs: ModelInputs) -> torch.Tensor:
+    def _call(
+        self, inputs: ModelInputs, recorder: StepRecorder, embeds: Mapping[str, torch.Tensor] | None
+    ) -> torch.Tensor:
         """One model call, over a view that has begun; returns the logits of the wanted tokens."""
         keep = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
+        tokens: dict[str, Any] = {"input_ids": inputs.input_ids}
+        if embeds and inputs.ranges:
+            tokens = {"inputs_embeds": self._embed(inputs, embeds)}
+        if recorder.wants_hidden_states:
+            keep["output_hidden_states"] = True
         result = self.model(
-            input_ids=inputs.input_ids,
+            **tokens,
             position_ids=inputs.position_ids,
             use_cache=True,
             **keep,
             **{self._cache_argument: self.cache},
         )
+        attentions = self.cache.attentions
         self.cache.end()
-        return result.logits[0] if keep else result.logits[0, inputs.logits_indices]
+        recorder.take(inputs.ranges, getattr(result, "hidden_states", None), attentions)
+        return result.logits[0] if self._selects_logits else result.logits[0, inputs.logits_indices]
 
-    def _launch_tiles(self, output: SchedulerOutput) -> StepHandle:
+    def _embed(self, inputs: ModelInputs, embeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The embeddings of a call's tokens, some of which were given by their requests."""
+        embedded = self.model.get_input_embeddings()(inputs.input_ids)
+        for request_id, tokens in inputs.ranges.items():
+            given = embeds.get(request_id)
+            if given is not None:
+                part = given[tokens.first_position : tokens.first_position + tokens.end - tokens.start]
+                embedded[0, tokens.start : tokens.start + len(part)] = part.to(embedded)
+        return embedded
+
+    def _launch_tiles(
+        self, output: SchedulerOutput, recorder: StepRecorder, embeds: Mapping[str, torch.Tensor] | None
+    ) -> StepHandle:
         """The batch-invariant way: every share in calls of its own, of one width."""
         sampled: list[torch.Tensor] = []
         prompts: dict[str, list[torch.Tensor]] = {}
@@ -221,7 +250,7 @@ class ModelRunner:
                 count = min(end, (start // TILE + 1) * TILE) - start
                 inputs = self.batch.build_tile(share, start, count)
                 self.cache.begin(inputs.metadata)
-                logits = self._call(inputs)[start % TILE : start % TILE + count]
+                logits = self._call(inputs, recorder, embeds)[start % TILE : start % TILE + count]
                 if share.prompt_logits:
                     prompts.setdefault(share.request_id, []).append(logits)
                 start += count
@@ -231,7 +260,8 @@ class ModelRunner:
         for request_id, rows in prompts.items():
             prompt_rows[request_id] = (first, first := first + sum(len(logits) for logits in rows))
             sampled += rows
-        return StepHandle(output, torch.cat(sampled) if sampled else torch.empty(0), prompt_rows, 0.0)
+        logits = torch.cat(sampled) if sampled else torch.empty(0)
+        return StepHandle(output, logits, prompt_rows, recorder.recorded, 0.0)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step and returns what it computed.
@@ -242,10 +272,10 @@ class ModelRunner:
         """
         sampling = [share for share in handle.output.scheduled if share.sample_ids]
         rows = [row for row, share in enumerate(sampling) for _ in share.sample_ids]
-        return StepResult(handle.logits, rows, handle.prompt_rows)
+        return StepResult(handle.logits, rows, handle.prompt_rows, handle.recorded)
 
     def read(self, request_id: str, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies a request's K/V out of its blocks.
+        """Copies the K/V of a request's first tokens out of its blocks.
 
         Args:
             request_id (`str`):
@@ -254,14 +284,30 @@ class ModelRunner:
                 How many of its tokens.
 
         Returns:
+            As `read_blocks`.
+        """
+        return self.read_blocks(self.batch.tables_of(request_id), num_tokens)
+
+    def read_blocks(
+        self, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies K/V out of blocks.
+
+        Args:
+            block_ids (`Sequence[Sequence[int]]`):
+                A request's blocks, by layer group.
+            num_tokens (`int`):
+                How many of its tokens.
+
+        Returns:
             Per layer keys `[num_kv_heads, num_tokens, Dk]` and values `[num_kv_heads, num_tokens, Dv]`.
         """
-        tables = self.batch.tables_of(request_id, num_tokens)
+        count = -(-num_tokens // self.batch.block_size)
+        indices = [torch.tensor(ids[:count], device=self.batch.device) for ids in block_ids]
         copies = []
         for layer in self.cache.layers:
-            index = torch.from_numpy(tables[layer.spec.group_idx]).to(layer.spec.key_cache.device)
             key, value = (
-                cache.index_select(0, index).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+                cache.index_select(0, indices[layer.spec.group_idx]).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
                 for cache in (layer.spec.key_cache, layer.spec.value_cache)
             )
             copies.append((key, value))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import enum
+import time
+from typing import TYPE_CHECKING
 
 from .request import RequestMetrics
 
 if TYPE_CHECKING:
+    from .recording import Recorded
     import torch
 
 
@@ -96,44 +99,78 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+class GenerationStatus(enum.IntEnum):
+    """Where a request of `generate_batch` or of the manager is, with the names and numbers of Transformers."""
+
+    PENDING = 0
+    PREFILLING = 1
+    DECODING = 2
+    FINISHED = 3
+    FAILED = 4
+
+
 @dataclasses.dataclass(slots=True)
 class GenerationOutput:
-    """One answer of `generate_batch`, with the fields of Transformers' class of that name.
+    """One answer of `generate_batch` or of the manager: the fields of Transformers' class, and what it lacks.
 
     Args:
         request_id (`str`):
-            The answer's id: `req_<i>` for the i-th input, `req_<i>_<j>` for its j-th answer of several.
+            The answer's id: `req_<i>` for the i-th input, `req_<i>__child#<j>` for its further answers.
         prompt_ids (`list[int]`):
             The prompt.
         generated_tokens (`list[int]`):
-            The answer.
+            The answer, the token that ended it included; all of it so far where results are streamed.
         logprobs (`list[float]`):
             Log-probabilities of its tokens, if they were asked for.
         error (`str`, *optional*):
             What went wrong.
-        status (`str`):
-            `"stop"`, `"length"`, `"abort"` or `"error"`.
+        status (`GenerationStatus`):
+            `FINISHED`, or `FAILED` for one that failed or was cancelled; `DECODING` where results are streamed.
         created_time (`float`):
             When it was added, in seconds of `time.perf_counter()`.
         lifespan (`tuple[float, float]`):
-            When it was first scheduled and when it ended.
+            When it was first scheduled and when it ended; -1 for what has not happened.
         timestamps (`list[float]`, *optional*):
             When each token came, if that was asked for.
+        finish_reason (`str`, *optional*):
+            `"stop"`, `"length"`, `"abort"`, `"error"`, or `None` while it runs.
+        stop_reason (`int` or `str`, *optional*):
+            The stop token or stop string that ended it.
+        text (`str`, *optional*):
+            The answer's text up to a stop string, where stop strings were given.
+        top_logprobs (`list[dict[int, Logprob]]`, *optional*):
+            For each token of the answer, the best tokens and itself, if that was asked for.
+        prompt_logprobs (`list[dict[int, Logprob] | None]`, *optional*):
+            The same for each token of the prompt; `None` for the first.
+        scores (`list[torch.Tensor]`, *optional*):
+            For each token of the answer the processed scores it was chosen by, `[vocab_size]`, if asked for.
+        hidden_states (`Any`, *optional*):
+            Hidden states, as they were asked for.
+        num_cached_tokens (`int`, defaults to 0):
+            Tokens of the prompt that were found in the prefix cache.
     """
 
     request_id: str
-    prompt_ids: list[int]
-    generated_tokens: list[int]
-    logprobs: list[float]
-    error: str | None
-    status: str
-    created_time: float
-    lifespan: tuple[float, float]
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)
+    generated_tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    error: str | None = None
+    status: GenerationStatus = GenerationStatus.PENDING
+    created_time: float = dataclasses.field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1, -1)
     timestamps: list[float] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
+    top_logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    scores: list[torch.Tensor] | None = None
+    hidden_states: Any = None
+    num_cached_tokens: int = 0
 
     def is_finished(self) -> bool:
-        """Returns whether the answer has ended."""
-        return bool(self.status)
+        """Returns whether the answer has ended, for whatever reason."""
+        return self.status >= GenerationStatus.FINISHED
 
 
 @dataclasses.dataclass(slots=True)
@@ -166,11 +203,11 @@ class StepResult:
             For each sampled request, in schedule order and branch order, its row of `logits`.
         prompt_rows (`dict[str, tuple[int, int]]`):
             For each `prompt_logits` share the half-open range of its rows, one per scheduled position.
-        extra (`dict[str, Any]`):
-            Further things that requests wanted (hidden states, ...).
+        recorded (`dict[str, Recorded]`):
+            By share, the hidden states and attention weights that were wanted.
     """
 
     logits: torch.Tensor
     sample_rows: list[int]
     prompt_rows: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recorded: dict[str, Recorded] = dataclasses.field(default_factory=dict)

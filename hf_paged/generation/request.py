@@ -73,6 +73,8 @@ class RequestExtras:
             Called after each token as `criteria(input_ids [1, tokens], scores)`; a true answer ends the request.
         hidden_states (`HiddenStatesWanted`, *optional*):
             Which hidden states come back with the answer.
+        attentions (`bool`, defaults to `False`):
+            Whether the attention weights of every token are wanted.
         scores (`bool`, defaults to `False`):
             Whether the processed scores of each token come back with the answer.
         keep_kv (`bool`, defaults to `False`):
@@ -86,6 +88,7 @@ class RequestExtras:
     logits_processor: Any = None
     stopping_criteria: Any = None
     hidden_states: HiddenStatesWanted | None = None
+    attentions: bool = False
     scores: bool = False
     keep_kv: bool = False
     prompt_embeds: Any = None
@@ -168,6 +171,7 @@ class Request:
         self.branch = branch
         self.extras = extras
         self.group: RequestGroup | None = None
+        self.session: Any = None  # whoever chooses its tokens in the sampler's place (generation/session.py)
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -204,6 +208,11 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     @property
+    def num_pending_tokens(self) -> int:
+        """Returns the tokens whose K/V are still to be computed; none while its session chooses the next one."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Returns whether logits are needed at all prompt positions, so that no prefix hit may skip them."""
         return self.params.prompt_logprobs is not None
@@ -215,6 +224,15 @@ class Request:
         The first output token comes from the last prompt position, so a request with output has had them all.
         """
         return self.wants_prompt_logits and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Returns whether its tokens must be computed even if their K/V are there: something else of them is wanted."""
+        extras = self.extras
+        if extras.attentions or (extras.hidden_states is not None and extras.hidden_states.all_tokens):
+            # What was recorded before a preemption is kept, so that tokens of the answer need not be computed again.
+            return self.session is not None or len(self.token_ids) == self.num_prompt_tokens
+        return self.needs_prompt_logits
 
     def __repr__(self) -> str:
         return (

@@ -16,7 +16,7 @@ request that loses them in the same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..cache.block_manager import BlockManager, PrefixHit
 from ..errors import InvalidRequestError
@@ -109,6 +109,42 @@ class Scheduler:
             self.requests[request.request_id] = request
         self._waiting.add(group.requests)
 
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Appends tokens that a request's session has chosen. Outside of a step that the request takes part in.
+
+        Args:
+            request (`Request`):
+                A request with a session.
+            token_ids (`Sequence[int]`):
+                The tokens.
+        """
+        request.token_ids.extend(token_ids)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.perf_counter()
+
+    def reorder(self, requests: Sequence[Request], parents: Sequence[Request]) -> None:
+        """Makes each request a copy of another: its tokens, and by reference its blocks.
+
+        Args:
+            requests (`Sequence[Request]`):
+                The requests of a session, none of them in a step.
+            parents (`Sequence[Request]`):
+                For each of them the request that it continues; may be itself.
+        """
+        moved = [(request, parent) for request, parent in zip(requests, parents, strict=True) if request is not parent]
+        states = [(list(p.token_ids), p.num_prompt_tokens, list(p.block_hashes), p.num_computed_tokens) for _, p in moved]
+        running = {request.request_id for request in requests if request.request_id in self._running}
+        self._blocks.reassign([(r, p) for r, p in moved if {r.request_id, p.request_id} <= running])
+        for (request, parent), (token_ids, num_prompt, hashes, num_computed) in zip(moved, states, strict=True):
+            request.token_ids, request.num_prompt_tokens, request.block_hashes = token_ids, num_prompt, hashes
+            if request.request_id not in running:
+                continue  # it was preempted, and will be computed anew from its tokens
+            if parent.request_id in running:
+                request.num_computed_tokens = num_computed
+                self._runner.tell_again(request)
+            else:
+                self._take_blocks(request)
+
     def set_ready(self, request: Request) -> None:
         """What a request was waiting for is there. Requests that are not ready are passed by.
 
@@ -189,6 +225,8 @@ class Scheduler:
         self._schedule_prefills(step, fair_share)
         if not step.preempted:
             self._admit_waiting(step, fair_share)
+        if not step.shares:
+            self._resolve_stall(step, fair_share)
         self._hand_out_rest(step)
         for share in step.shares.values():
             if share.catches_up:
@@ -204,7 +242,8 @@ class Scheduler:
             output (`SchedulerOutput`):
                 The step.
             sampled (`Mapping[str, int]`):
-                A token for each id in the shares' `sample_ids`; requests that have ended need none.
+                A token for each id in the shares' `sample_ids`; requests that have ended, or whose session chooses
+                their tokens, need none.
 
         Returns:
             `list[Request]`: The requests that got a token, in schedule order.
@@ -217,7 +256,12 @@ class Scheduler:
                 request.num_computed_tokens = share.request.num_computed_tokens
         self._free_ended(step)
         now = time.perf_counter()
-        updated = [request for share in step.shares.values() for request in share.sampling if not request.is_finished]
+        updated = [
+            request
+            for share in step.shares.values()
+            for request in share.sampling
+            if not request.is_finished and request.session is None
+        ]
         for request in updated:
             assert request.request_id in sampled, f"{request.request_id} got no token; finish it if it failed"
             self._append(request, sampled[request.request_id], now)
@@ -251,9 +295,10 @@ class Scheduler:
 
     def _schedule_decodes(self, step: StepDraft) -> None:
         for request in tuple(self._running.values()):
-            if len(request.token_ids) - request.num_computed_tokens > 1:
+            num_pending = request.num_pending_tokens
+            if num_pending > 1:
                 step.partial[request.request_id] = request
-            elif step.budget > 0 and request.request_id in self._running:
+            elif num_pending and step.budget > 0 and request.request_id in self._running:
                 self._give(step, request, 1)
 
     def _schedule_prefills(self, step: StepDraft, fair_share: int) -> None:
@@ -272,7 +317,7 @@ class Scheduler:
             partial = hit.num_tokens + num_tokens < request.num_tokens
             if num_tokens == 0 or (partial and step.num_left_partial >= max_partial):
                 return
-            if not self._blocks.can_admit(request, hit, self._num_reserved_blocks(step)):
+            if not self._blocks.can_admit(request, hit, self._num_reserved_blocks(step, request)):
                 return
             self._start(self._policy.pop(), hit)
             allocation = self._blocks.allocate_slots(request, num_tokens)
@@ -319,13 +364,26 @@ class Scheduler:
         is_short = num_tokens <= self.config.max_num_batched_tokens // 2
         return min(num_tokens if is_short else fair_share, step.budget)
 
-    def _num_reserved_blocks(self, step: StepDraft) -> int:
+    def _num_reserved_blocks(self, step: StepDraft, request: Request) -> int:
         """Free blocks that a new request must leave: what started prompts still need, and some room to grow."""
         if not self._running:
             return 0
         needed = self._blocks.blocks_needed
         started = sum(needed(r.num_tokens) - self._blocks.num_blocks_of(r) for r in step.partial.values())
-        return started + -(-self._blocks.num_blocks // WATERMARK)
+        # The rows of a session wait for each other, so none of them may wait for room that the others hold.
+        return started + (0 if request.session is not None else -(-self._blocks.num_blocks // WATERMARK))
+
+    def _resolve_stall(self, step: StepDraft, fair_share: int) -> None:
+        """Makes room for the next request if all running ones wait for rows of their sessions that do not run.
+
+        A session that has all its rows will go on by itself, unless its caller takes very long.
+        """
+        while not step.shares and (head := self._policy.peek()) is not None:
+            others = [request for request in self._running.values() if request.session is not head.session]
+            if not others or any(r.session is None or r.session.is_choosing for r in self._running.values()):
+                return
+            self._preempt(step, self._policy.victim(others))
+            self._admit_waiting(step, fair_share)
 
     # --- moving requests between states --------------------------------------------------------------------------
 
@@ -354,6 +412,9 @@ class Scheduler:
         self._blocks.rollback(request)
         step.partial.pop(request.request_id, None)
         step.preempted = True
+        self._take_blocks(request)
+
+    def _take_blocks(self, request: Request) -> None:
         self.num_preemptions += 1
         request.metrics.num_preemptions += 1
         self._blocks.free(request)

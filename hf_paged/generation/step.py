@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .request import HiddenStatesWanted
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -28,6 +30,12 @@ class ScheduledRequest:
             incomplete, the request itself, and the branches that were forked from it in this step.
         prompt_logits (`bool`):
             Whether logits are needed at all scheduled positions.
+        hidden_states (`HiddenStatesWanted`, *optional*):
+            Which hidden states are wanted.
+        attentions (`bool`):
+            Whether attention weights are wanted.
+        embeds (`bool`):
+            Whether the prompt is given as embeddings.
     """
 
     request_id: str
@@ -38,6 +46,14 @@ class ScheduledRequest:
     is_new: bool = False
     sample_ids: tuple[str, ...] = ()
     prompt_logits: bool = False
+    hidden_states: HiddenStatesWanted | None = None
+    attentions: bool = False
+    embeds: bool = False
+
+    @property
+    def is_special(self) -> bool:
+        """Returns whether the runner must know which tokens of the call are this request's."""
+        return self.hidden_states is not None or self.attentions or self.embeds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

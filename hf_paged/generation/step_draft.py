@@ -104,6 +104,16 @@ class RunnerView:
         if self._told.pop(request.request_id, None) is not None:
             self._removed[request.request_id] = None
 
+    def tell_again(self, request: Request) -> None:
+        """Has the runner told everything about a request anew: its tokens and blocks are others now.
+
+        Args:
+            request (`Request`):
+                The request.
+        """
+        if request.request_id in self._told:
+            self._told[request.request_id] = (0, 0)
+
     def remind(self, removed_ids: Iterable[str]) -> None:
         """Repeats what a step said that the runner may not have heard.
 
@@ -138,8 +148,8 @@ class RunnerView:
         request = share.request
         block_ids = self._blocks.block_table(request)
         # A copy-on-write changes the middle of a table, so the runner is told all of it.
-        told = None if share.allocation.block_copies else self._told.get(request.request_id)
-        num_tokens, num_blocks = told or (0, 0)
+        told = (0, 0) if share.allocation.block_copies else self._told.get(request.request_id, (0, 0))
+        num_tokens, num_blocks = told
         self._told[request.request_id] = (len(request.token_ids), len(block_ids[0]))
         return ScheduledRequest(
             request_id=request.request_id,
@@ -147,7 +157,10 @@ class RunnerView:
             num_scheduled_tokens=share.num_tokens,
             new_token_ids=tuple(request.token_ids[num_tokens:]),
             new_block_ids=tuple([tuple(group[num_blocks:]) for group in block_ids]),
-            is_new=told is None,
+            is_new=num_tokens == 0,
             sample_ids=tuple([sampling.request_id for sampling in share.sampling]),
             prompt_logits=request.needs_prompt_logits,
+            hidden_states=request.extras.hidden_states,
+            attentions=request.extras.attentions,
+            embeds=request.extras.prompt_embeds is not None,
         )

@@ -127,3 +127,44 @@ def _combine(
     output = torch.bmm(probabilities, values).view(num_kv_heads * group, num_queries, -1)
     lse = torch.logsumexp(scores, dim=-1).view(num_kv_heads * group, num_queries)
     return output.transpose(0, 1), lse.transpose(0, 1)
+
+
+def attention_weights(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    first_position: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Returns the weights with which a request's tokens attend to the keys up to the last of them.
+
+    Args:
+        query (`torch.Tensor`):
+            `[tokens, num_query_heads, Dk]`, of consecutive positions.
+        key_cache (`torch.Tensor`):
+            `[num_blocks, num_kv_heads, block_size, Dk]`, with the keys of these tokens in it.
+        block_table (`torch.Tensor`):
+            The request's blocks.
+        first_position (`int`):
+            Position of the first token.
+        scale (`float`):
+            Factor on the scores.
+        window (`int`, *optional*):
+            Sliding window.
+        softcap (`float`, *optional*):
+            Soft cap on the scores.
+
+    Returns:
+        `torch.Tensor` `[num_query_heads, tokens, keys]` in the query's dtype, from a softmax in float32 (float64 for
+        float64), as Transformers' eager attention has it.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    num_keys = first_position + len(query)
+    blocks = key_cache[block_table[: -(-num_keys // block_size)].long()]
+    keys = blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :num_keys].to(dtype)
+    scores = _scores(query.to(dtype), keys, first_position, scale, window, softcap, None)
+    return torch.softmax(scores, dim=-1).flatten(0, 1).to(query.dtype)
