@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "eager_attention",
     "faithful_attention",
     "mask_function",
+    "model_output_cache_field",
     "output_cache",
     "stock_attention",
 ]
@@ -81,6 +83,12 @@ def output_cache(output: Any) -> Any:
 def cache_output_field() -> str:
     """Returns the name under which `generate`'s output carries the cache."""
     names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def model_output_cache_field() -> str:
+    """Returns the name under which a model's output carries the cache."""
+    names = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
     return "cache" if "cache" in names else "past_key_values"
 
 

@@ -524,12 +524,12 @@ def test_models_that_are_dropped_leave_nothing_behind():
 
     def use_one() -> None:
         model = paged(num_blocks=4096)  # 16 MiB, all of it written below
-        for keys in (model.generate(PROMPT, max_new_tokens=2), *model.engine._runner.pools[0]._slabs):
+        for keys in (model.generate(PROMPT, max_new_tokens=2), *model.engine._loop.runner.pools[0]._slabs):
             keys.add_(0)
         assert model.engine.plan.pool_bytes >= 16 << 20
         references.append(weakref.ref(model))
         references.append(weakref.ref(model.engine))
-        references.append(weakref.ref(model.engine._runner))
+        references.append(weakref.ref(model.engine._loop.runner))
 
     for _ in range(3):
         use_one()
@@ -546,7 +546,7 @@ def test_pool_is_freed(how):
     model = paged(num_blocks=16384)
     model.generate(PROMPT, max_new_tokens=2)
     engine = model.engine
-    for slab in engine._runner.pools[0]._slabs:
+    for slab in engine._loop.runner.pools[0]._slabs:
         slab.add_(0)
     del slab
     before = resident()

@@ -6,15 +6,13 @@ turns at it.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -38,11 +36,16 @@ from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
 from .probe import activation_bytes, check_against_stock, evaluating
-from .request import NO_EXTRAS, FinishReason, RequestExtras
+from .request import NO_EXTRAS, FinishReason, Request, RequestExtras
 from .sampling.params import SamplingParams
 from .sampling.sampler import Sampler
+from .session import OpenSessions
 from .stats import EngineStats
+from .step_loop import StepLoop
 from .turns import Turns
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Engine:
@@ -87,12 +90,12 @@ class Engine:
             )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
-        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._loop = StepLoop(self.live, self.sampler, self._make_runner)
+        self.sessions = OpenSessions()
         self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
         self._pid = os.getpid()
-        self._runner: ModelRunner | None = None
         self._weights = fingerprint(model)
 
     # ------------------------------------------------------------------ requests
@@ -159,7 +162,7 @@ class Engine:
             extras=extras,
         )
         state = RequestState(group, prompt, tokenizer, on_update, extras.keep_kv)
-        self._enqueue(state)
+        self.enqueue(state)
         return state
 
     def check(self, prompt_token_ids: Any, params: SamplingParams | None = None, *, exact_room: bool = False) -> None:
@@ -227,9 +230,21 @@ class Engine:
             raise InvalidRequestError(f"`sampling_params` must be a SamplingParams, got {type(params).__name__}.")
         return params.resolved(sampling_defaults(self.model))
 
-    def _enqueue(self, state: RequestState) -> None:
+    def enqueue(self, state: RequestState) -> None:
+        """Queues a request that has been checked. Thread-safe.
+
+        Args:
+            state (`RequestState`):
+                The request.
+
+        Raises:
+            InvalidRequestError: If its id is in use.
+            QueueFullError: If too many requests wait.
+            EngineClosedError: If the engine was closed or sleeps.
+        """
+        self._check_usable()
         limit = self.plan.max_queue_size
-        num_waiting = self.live.scheduler.num_waiting + len(self._inbox)
+        num_waiting = self.live.scheduler.num_waiting + len(self._loop.inbox)
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and `max_queue_size` is {limit}; try again later."
@@ -240,7 +255,7 @@ class Engine:
         except BaseException:
             # Ctrl-C, perhaps after the request was queued: its caller will never know of it.
             if self.live.states.get(state.request_id) is state:
-                self._inbox.append(lambda: self.live.abort(state.request_id))
+                self._loop.inbox.append(lambda: self.live.abort(state.request_id))
             raise
 
     def _register(self, state: RequestState, weights: int, ids: set[str]) -> None:
@@ -256,7 +271,7 @@ class Engine:
             if weights != self._weights:
                 self._weights = weights
                 self._forget_prefixes()
-            self._inbox.append(lambda: self.live.add(state))
+            self._loop.inbox.append(lambda: self.live.add(state))
             self._turns.notify()
 
     def abort(self, request_id: str) -> None:
@@ -268,8 +283,20 @@ class Engine:
         """
         with self._turns.lock:
             if request_id in self.live.states:
-                self._inbox.append(lambda: self.live.abort(request_id))
+                self._loop.inbox.append(lambda: self.live.abort(request_id))
                 self._turns.notify()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Has something done between two steps, by the thread that runs them. Thread-safe.
+
+        Args:
+            action (`Callable[[], None]`):
+                What to do; must not raise.
+        """
+        with self._turns.lock:
+            self._check_usable()
+            self._loop.inbox.append(action)
+            self._turns.notify()
 
     # ------------------------------------------------------------------ running
 
@@ -363,6 +390,40 @@ class Engine:
         """
         self._turns.run_until(lambda: state.finished or (news is not None and news()), self.step)
 
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Runs steps, or lets another thread run them, until a condition holds.
+
+        Args:
+            done (`Callable[[], bool]`):
+                The condition.
+        """
+        self._turns.run_until(done, self.step)
+
+    def read_kv(self, request: Request) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies the K/V of a running request out of its blocks. Only between two steps (see `post`).
+
+        Args:
+            request (`Request`):
+                All of its tokens are computed.
+
+        Returns:
+            Per layer keys `[num_kv_heads, tokens, Dk]` and values `[num_kv_heads, tokens, Dv]`.
+        """
+        block_ids = self.live.block_manager.block_table(request)
+        return self._loop.ready_runner().read_blocks(block_ids, request.num_computed_tokens)
+
+    def end(self, states: Sequence[RequestState]) -> None:
+        """Ends requests whose caller has all that it wanted, and waits until they have ended.
+
+        Args:
+            states (`Sequence[RequestState]`):
+                The requests; those that have ended already are fine.
+        """
+        unfinished = [state for state in states if not state.finished]
+        if unfinished and not self._closed:
+            self._loop.inbox.append(lambda: self.live.end(unfinished))
+            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._loop.drain_inbox)
+
     def serve(self, stop: threading.Event) -> None:
         """Runs steps whenever there is something to do, until told to stop. For a thread of its own.
 
@@ -378,7 +439,7 @@ class Engine:
             self._turns.run_until(lambda: stop.is_set() or not self._has_work(), self.step)
 
     def _has_work(self) -> bool:
-        return bool(self.live.states or self._inbox)
+        return bool(self.live.states or self._loop.inbox)
 
     def wake(self) -> None:
         """Makes every waiting thread look again at what it waits for."""
@@ -396,7 +457,7 @@ class Engine:
         for state in unfinished:
             self.abort(state.request_id)
         if unfinished and not self._closed:
-            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._drain_inbox)
+            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._loop.drain_inbox)
 
     def step(self) -> bool:
         """Runs one step. Only one thread at a time may call it; `wait` and its siblings see to that.
@@ -405,65 +466,8 @@ class Engine:
             `bool`: Whether there was anything to do.
         """
         self._check_usable()
-        live, started = self.live, time.perf_counter()
-        try:
-            live.scheduler.recover()
-            self._drain_inbox()
-            output = live.scheduler.schedule()
-        except BaseException as error:
-            self._start_over(error)
-            raise
-        if not output.scheduled:
-            return False
-        scheduled = time.perf_counter()
-        try:
-            runner = self._ready_runner()
-            handle = runner.launch(output, live.embeds_of(output))
-            result = runner.collect(handle)
-            modelled = time.perf_counter()
-            tokens = live.tokens_of(output, result)
-            choice = self.sampler.sample(result.logits, tokens.requests, tokens.rows)
-            refused = live.take_prompt_logprobs(output, result)
-        except Exception as error:
-            live.fail_step(output, error)
-            if self._runner is not None:
-                self._runner.cache.abandon()
-            return True
-        except BaseException:  # Ctrl-C: the step did not happen; other threads' requests run it again
-            live.scheduler.cancel(output)
-            raise
-        sampled = time.perf_counter()
-        try:
-            live.collect(output, result, tokens, choice, refused, runner.read)
-        except BaseException as error:
-            self._start_over(error)
-            raise
-        counters = live.counters
-        counters.seconds_schedule += scheduled - started
-        counters.seconds_inputs += handle.seconds_inputs
-        counters.seconds_model += modelled - scheduled - handle.seconds_inputs
-        counters.seconds_sample += sampled - modelled
-        counters.seconds_collect += time.perf_counter() - sampled
-        return True
-
-    def _start_over(self, cause: BaseException) -> None:
-        """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""
-        error = EngineError("The engine was interrupted between two steps and started over.")
-        error.__cause__ = cause
-        self._forget_all(error, FinishReason.ERROR)
-
-    def _forget_all(self, error: EngineError, reason: FinishReason) -> None:
-        with self._turns.lock:
-            self._inbox.clear()
-            self._runner = None
-            self.live.forget_all(error, reason)
-
-    def _drain_inbox(self) -> bool:
-        worked = False
-        while self._inbox:
-            self._inbox.popleft()()
-            worked = True
-        return worked
+        self.sessions.await_choices(self._turns.lock, self.live.counters)
+        return self._loop.step()
 
     # ------------------------------------------------------------------ life
 
@@ -485,6 +489,15 @@ class Engine:
         model = self.model
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         return Limits(self.plan, num_embeddings(model), vocab_size, eos_token_ids(model))
+
+    def needs(self, feature: str) -> bool:
+        """Returns whether an attention layer of the model has a feature.
+
+        Args:
+            feature (`str`):
+                `"window"`, `"softcap"` or `"sinks"`.
+        """
+        return any(feature in layer.features for group in self._groups for layer in group.layers)
 
     @property
     def is_closed(self) -> bool:
@@ -510,7 +523,7 @@ class Engine:
             self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
-        self._inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
+        self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
 
     def release(self) -> None:
         """Frees the pool; the next request makes it again.
@@ -520,12 +533,12 @@ class Engine:
         """
         with self._turns.lock:
             self._turns.wait_for_turn()  # lets go of the lock meanwhile, so that requests may come and go
-            self._drain_inbox()
+            self._loop.drain_inbox()
             if self.live.states:
                 raise EngineError(
                     f"{len(self.live.states)} requests are still running; abort them, or wait for them first."
                 )
-            self._runner = None
+            self._loop.runner = None
             self.live.reset()
 
     def sleep(self) -> None:
@@ -557,7 +570,7 @@ class Engine:
 
     def _end_turn(self) -> None:
         if self._closed:
-            self._forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
+            self._loop.forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -570,20 +583,18 @@ class Engine:
                 "this process, or start processes with the 'spawn' method."
             )
 
-    def _ready_runner(self) -> ModelRunner:
-        if self._runner is None:
-            plan = self.plan
-            self._runner = ModelRunner(
-                self.model,
-                self._groups,
-                self.backend,
-                num_blocks=plan.num_blocks,
-                block_size=plan.block_size,
-                max_num_seqs=plan.max_num_seqs,
-                max_model_len=plan.max_model_len,
-                tiled=plan.call_layout == "tiles",
-            )
-        return self._runner
+    def _make_runner(self) -> ModelRunner:
+        plan = self.plan
+        return ModelRunner(
+            self.model,
+            self._groups,
+            self.backend,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            tiled=plan.call_layout == "tiles",
+        )
 
 
 def _with_end_of(tokenizer: Any, limits: Limits) -> Limits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,7 +164,7 @@ def plan_generate(
     Raises:
         ValueError: For what Transformers refuses with one.
     """
-    reason = _not_now(model)
+    reason = engine_obstacle(model)
     if reason is not None:
         return reason
     if special and not all(_empty(value) for value in special.values()):
@@ -192,8 +191,13 @@ def plan_generate(
     return _make_call(model, input_ids, config, model_kwargs, open_lengths, streamer)
 
 
-def _not_now(model: Any) -> str | None:
-    """Why the engine cannot run any call of a model in the state that it is in, or `None`."""
+def engine_obstacle(model: Any) -> str | None:
+    """Returns why the engine cannot run any call of a model in the state that it is in, or `None`.
+
+    Args:
+        model (`PreTrainedModel`):
+            The paged model.
+    """
     if model._paged_refusal is not None:
         return "the engine cannot run this model"
     if model.config._attn_implementation not in IMPLEMENTATIONS:
@@ -227,6 +231,8 @@ def _make_call(
     if found is None:
         return "`attention_mask` has holes"
     rows, starts = found
+    if not bool(mask[:, -1].all()):
+        return "the rows are padded on the right"  # Transformers continues after the padding, and warns
     padded = any(len(row) != length for row in rows)
     if padded and config.repetition_penalty not in (None, 1.0):
         return "`repetition_penalty` counts padding tokens in Transformers"
@@ -245,13 +251,6 @@ def _make_call(
     beyond = _beyond_limits(model.engine.plan, max(map(len, rows)), max_new_tokens, config.num_return_sequences or 1)
     if beyond is not None:
         return beyond
-    if padded and not bool(mask[:, -1].all()):
-        warnings.warn(
-            "A decoder-only architecture is being used, but right-padding was detected! Rows are continued after "
-            "their last token that is not padding; set `padding_side='left'` when initializing the tokenizer.",
-            UserWarning,
-            stacklevel=5,
-        )
     eos = config._eos_token_tensor
     params = sampling_params(config, max_new_tokens, max((config.min_length or 0) - length, 0))
     if eos is not None:

@@ -104,6 +104,18 @@ class LiveRequests:
                     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
             self._settle(state)
 
+    def end(self, states: Iterable[RequestState]) -> None:
+        """Ends requests whose caller has had enough.
+
+        Args:
+            states (`Iterable[RequestState]`):
+                The requests; those that have ended already are fine.
+        """
+        for state in states:
+            for request in state.group.requests:
+                self.scheduler.finish(request, FinishReason.STOP)
+            self.abort(state.request_id)
+
     def forget_all(self, error: EngineError, reason: FinishReason) -> None:
         """Ends all requests without asking the scheduler, and forgets all blocks.
 

@@ -12,14 +12,15 @@ import torch
 from transformers import GenerationConfig
 
 from .. import compat
-from ..cache.paged_cache import PagedCache
 from ..configuration import PagedConfig
 from ..errors import NotSupportedError, UnsupportedAttentionError, UnsupportedModelError
 from ..modeling.layer_groups import inspect_configuration
 from . import attention
 from .batch import run_batch
 from .engine import Engine
+from .engine_cache import EngineCache
 from .hf_generate import plan_generate
+from .loop_call import choose_cache, loop_call
 from .outputs import GenerationOutput
 
 logger = logging.getLogger(__name__)
@@ -124,12 +125,36 @@ class PagedGenerationMixin:
         call = plan_generate(self, inputs, generation_config, given, streamer, kwargs)
         if not isinstance(call, str):
             return call.run(self.engine)
-        logger.info("generate runs through Transformers' own loop: %s.", call)
-        if self._paged_refusal is None and not _chooses_cache(self, generation_config, kwargs):
-            kwargs[compat.cache_argument(self)] = PagedCache(self.config)  # type: ignore[attr-defined, arg-type]
-        return super().generate(  # type: ignore[misc]
-            inputs=inputs, generation_config=generation_config, streamer=streamer, **given, **kwargs
+        logger.debug("generate runs Transformers' own loop: %s.", call)
+        with loop_call(_loop_obstacle(given, kwargs)) as loop:
+            result = super().generate(  # type: ignore[misc]
+                inputs=inputs, generation_config=generation_config, streamer=streamer, **given, **kwargs
+            )
+            return loop.finish(result)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """Where Transformers' `generate` makes its cache, everything else being decided."""
+        cache = choose_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        if cache is not None:
+            model_kwargs[compat.cache_argument(self)] = cache  # type: ignore[arg-type]
+            return None
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the model: Transformers' own, but for the calls of a decoding loop whose rows are in the engine."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if isinstance(cache, EngineCache):
+            return cache.forward(**kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(
         self,
@@ -319,13 +344,12 @@ def _as_rows(tokens: Any) -> Any:
     return tokens[None] if isinstance(tokens, torch.Tensor) and tokens.ndim == 1 else tokens
 
 
-def _chooses_cache(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` brings a cache of its own, wants a kind of cache, or wants none."""
-
-    def setting(name: str) -> Any:
-        sources = (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((value for value in sources if value is not None), None)
-
-    given = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
-    # "hybrid" stands in old checkpoints; Transformers takes it for no choice.
-    return given or setting("cache_implementation") not in (None, "hybrid") or setting("use_cache") is False
+def _loop_obstacle(given: dict[str, Any], kwargs: dict[str, Any]) -> str | None:
+    """Why the rows of a call of `generate` cannot be in the engine, as far as its arguments say."""
+    if given.get("custom_generate") is not None:
+        return "`custom_generate` may do anything with its cache"
+    if given.get("synced_gpus"):
+        return "`synced_gpus` runs rows that have ended"
+    if kwargs.get("position_ids") is not None:
+        return "`position_ids` were given"
+    return None

@@ -68,6 +68,21 @@ class Recorded:
         if self.attentions is not None:
             self.attentions = [weights[:, :count] for weights in self.attentions]
 
+    def since(self, first_position: int) -> Recorded:
+        """Returns what was recorded from a position on; may be nothing.
+
+        Args:
+            first_position (`int`):
+                The position.
+        """
+        skip = min(max(first_position - self.first_position, 0), self.end_position - self.first_position)
+        states, weights = self.hidden_states, self.attentions
+        return Recorded(
+            max(self.first_position, first_position),
+            states[:, skip:] if states is not None else None,
+            [layer[:, skip:] for layer in weights] if weights is not None else None,
+        )
+
     def append(self, other: Recorded) -> None:
         """Takes in what a later call recorded; what is there already is kept.
 

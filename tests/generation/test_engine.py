@@ -320,7 +320,7 @@ def test_closing_while_another_thread_runs_ends_its_call():
         )
     assert [type(result) for result in results] == [EngineClosedError, EngineClosedError, type(None)]
     assert_idle(engine)
-    assert engine._runner is None
+    assert engine._loop.runner is None
 
 
 # --------------------------------------------------------------------------------------- life
@@ -336,7 +336,7 @@ def test_sleep_release_and_close():
             call()
     engine.wait(state)
     engine.release()
-    assert engine._runner is None and engine.stats().num_prompt_tokens >= 0
+    assert engine._loop.runner is None and engine.stats().num_prompt_tokens >= 0
     assert tokens(engine.generate([prompt], params())) == answer
     engine.sleep()
     engine.sleep()
@@ -658,8 +658,8 @@ def test_nothing_grows_with_the_number_of_requests():
         prompts = [prompt[:50] for prompt in random_prompts(10, VOCAB, seed=seed)]
         engine.generate(prompts, params(3, temperature=1.0, repetition_penalty=1.2, n=1 + seed % 2))
         assert_idle(engine)
-        assert not engine.live.states and not engine._inbox and not engine.sampler._token_counts
-        assert len(engine._runner.batch._rows) <= 4
+        assert not engine.live.states and not engine._loop.inbox and not engine.sampler._memory
+        assert len(engine._loop.runner.batch._rows) <= 4
         assert not engine.live.scheduler._groups and engine.live.scheduler.num_waiting == 0
 
 

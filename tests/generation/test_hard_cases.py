@@ -81,7 +81,7 @@ def test_interrupt_between_deciding_and_running_a_step(model, monkeypatch):
         raise KeyboardInterrupt
 
     # The step is in flight and its output is lost, as if Ctrl-C had struck right after `schedule` returned.
-    engine._drain_inbox()
+    engine._loop.drain_inbox()
     engine.live.scheduler.schedule()
     other = engine.generate([PROMPT[:33]], PARAMS)[0].outputs[0].token_ids
     engine.wait(waiting)

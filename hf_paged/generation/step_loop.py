@@ -1,0 +1,117 @@
+"""One engine step after the other: what came in, schedule, launch, sample, collect. Run by one thread at a time."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+
+from ..errors import EngineError
+from .live_requests import LiveRequests
+from .model_runner import ModelRunner
+from .request import FinishReason
+from .sampling.sampler import Sampler
+
+
+class StepLoop:
+    """Runs the steps of an engine.
+
+    Args:
+        live (`LiveRequests`):
+            The requests.
+        sampler (`Sampler`):
+            Chooses their tokens.
+        make_runner (`Callable[[], ModelRunner]`):
+            Makes the runner with its pool, when there is something to run.
+    """
+
+    def __init__(self, live: LiveRequests, sampler: Sampler, make_runner: Callable[[], ModelRunner]):
+        self.live = live
+        self.sampler = sampler
+        self.runner: ModelRunner | None = None
+        self.inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._make_runner = make_runner
+
+    def step(self) -> bool:
+        """Runs one step.
+
+        Returns:
+            `bool`: Whether there was anything to do.
+        """
+        live, started = self.live, time.perf_counter()
+        try:
+            live.scheduler.recover()
+            self.drain_inbox()
+            output = live.scheduler.schedule()
+        except BaseException as error:
+            self._start_over(error)
+            raise
+        if not output.scheduled:
+            return False
+        scheduled = time.perf_counter()
+        try:
+            runner = self.ready_runner()
+            handle = runner.launch(output, live.embeds_of(output))
+            result = runner.collect(handle)
+            modelled = time.perf_counter()
+            tokens = live.tokens_of(output, result)
+            choice = self.sampler.sample(result.logits, tokens.requests, tokens.rows)
+            refused = live.take_prompt_logprobs(output, result)
+        except Exception as error:
+            live.fail_step(output, error)
+            if self.runner is not None:
+                self.runner.cache.abandon()
+            return True
+        except BaseException:  # Ctrl-C: the step did not happen; other threads' requests run it again
+            live.scheduler.cancel(output)
+            raise
+        sampled = time.perf_counter()
+        try:
+            live.collect(output, result, tokens, choice, refused, runner.read)
+        except BaseException as error:
+            self._start_over(error)
+            raise
+        counters = live.counters
+        counters.seconds_schedule += scheduled - started
+        counters.seconds_inputs += handle.seconds_inputs
+        counters.seconds_model += modelled - scheduled - handle.seconds_inputs
+        counters.seconds_sample += sampled - modelled
+        counters.seconds_collect += time.perf_counter() - sampled
+        return True
+
+    def drain_inbox(self) -> bool:
+        """Does what was posted since the last step.
+
+        Returns:
+            `bool`: Whether there was anything to do.
+        """
+        worked = False
+        while self.inbox:
+            self.inbox.popleft()()
+            worked = True
+        return worked
+
+    def ready_runner(self) -> ModelRunner:
+        """Returns the runner, made at the first use."""
+        if self.runner is None:
+            self.runner = self._make_runner()
+        return self.runner
+
+    def forget_all(self, error: EngineError, reason: FinishReason) -> None:
+        """Ends all requests and frees the pool, without asking the scheduler.
+
+        Args:
+            error (`EngineError`):
+                What those who wait are told.
+            reason (`FinishReason`):
+                Why the requests ended.
+        """
+        self.inbox.clear()
+        self.runner = None
+        self.live.forget_all(error, reason)
+
+    def _start_over(self, cause: BaseException) -> None:
+        """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""
+        error = EngineError("The engine was interrupted between two steps and started over.")
+        error.__cause__ = cause
+        self.forget_all(error, FinishReason.ERROR)
