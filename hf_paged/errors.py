@@ -3,15 +3,18 @@
     HfPagedError
     ├── InvalidRequestError (ValueError)        a request or one of its arguments is wrong; nothing else is touched
     │   ├── InvalidTokenError                   a token id outside the vocabulary
+    │   ├── InvalidEmbedsError (RuntimeError)   embeddings of a wrong shape or dtype
     │   ├── PromptTooLongError                  the prompt can never fit `max_model_len` or the K/V pool
-    │   └── QueueFullError                      the engine takes no more waiting requests now; try again later
+    │   └── QueueFullError (queue.Full)         the engine takes no more waiting requests now; try again later
     ├── ConfigurationError (ValueError)         a `PagedConfig` field, or two of them together, make no sense
+    ├── CacheFileError (ValueError)             a file is not a saved `PagedCache`, is damaged or of another version
     ├── NotSupportedError (NotImplementedError) asked for, understood, not built (yet)
     │   ├── UnsupportedModelError               a model that the paged engine cannot run correctly
     │   └── UnsupportedAttentionError           no attention backend can do what a layer needs
     ├── UnknownNameError (LookupError)          a name that no registry entry carries
     ├── MissingDependencyError (ImportError)    an optional package is needed and is not there
     ├── NotEnoughMemoryError (MemoryError)      the pool, or one block of it, does not fit
+    ├── RowFailedError (RuntimeError)           one row of many failed; handed out in its place, not raised
     └── EngineError (RuntimeError)              something went wrong while running
         ├── StepFailedError                     a step raised; its requests failed, the cause is `__cause__`
         ├── NonFiniteLogitsError                the model returned NaN or infinite logits for one request
@@ -22,6 +25,10 @@
 A message names the argument, its value, the limit and the way out. Each class also derives from the built-in
 exception that Transformers or Python would raise in its place, so that existing `except` clauses keep working.
 """
+
+from __future__ import annotations
+
+import queue
 
 
 class HfPagedError(Exception):
@@ -36,16 +43,24 @@ class InvalidTokenError(InvalidRequestError):
     """A token id lies outside the model's vocabulary."""
 
 
+class InvalidEmbedsError(InvalidRequestError, RuntimeError):
+    """A prompt given as embeddings has a wrong shape or dtype."""
+
+
 class PromptTooLongError(InvalidRequestError):
     """The prompt can never fit into `max_model_len` or into the K/V pool."""
 
 
-class QueueFullError(InvalidRequestError):
+class QueueFullError(InvalidRequestError, queue.Full):
     """The engine's waiting queue is full; the request may be sent again later."""
 
 
 class ConfigurationError(HfPagedError, ValueError):
     """A configuration field has an impossible value, or contradicts another one."""
+
+
+class CacheFileError(HfPagedError, ValueError):
+    """A file is not a saved `PagedCache`, is damaged, or was written in another version of the format."""
 
 
 class NotSupportedError(HfPagedError, NotImplementedError):
@@ -70,6 +85,25 @@ class MissingDependencyError(HfPagedError, ImportError):
 
 class NotEnoughMemoryError(HfPagedError, MemoryError):
     """The K/V pool does not fit into the memory that it may use."""
+
+
+class RowFailedError(HfPagedError, RuntimeError):
+    """One row of an iterable given to a pipeline failed. Stands in the place of its result; the others go on.
+
+    Args:
+        index (`int`):
+            Which row, counted from 0.
+        cause (`Exception`):
+            What went wrong; also `__cause__`.
+    """
+
+    def __init__(self, index: int, cause: Exception):
+        super().__init__(index, cause)
+        self.index = index
+        self.cause = self.__cause__ = cause
+
+    def __str__(self) -> str:
+        return f"Row {self.index} failed: {type(self.cause).__name__}: {self.cause}"
 
 
 class EngineError(HfPagedError, RuntimeError):

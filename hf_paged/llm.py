@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,14 @@ from typing import Any
 
 from .auto import AutoPagedModelForCausalLM, check_dtype, refuse_reserved
 from .configuration import PagedConfig
-from .errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
+from .errors import InvalidEmbedsError, InvalidRequestError, NotSupportedError, UnsupportedModelError
 from .generation.outputs import RequestOutput
 from .generation.progress import progress
+from .generation.request import HiddenStatesWanted, RequestExtras
 from .generation.sampling.params import SamplingParams
 from .vllm_names import refuse_misspelled, take_vllm_names
 
-_UNBUILT_PROMPT_KEYS = ("multi_modal_data", "prompt_embeds", "mm_processor_kwargs")
+_UNBUILT_PROMPT_KEYS = ("multi_modal_data", "mm_processor_kwargs")
 
 
 class LLM:
@@ -112,12 +114,15 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         lora_request: Any = None,
+        hidden_states: HiddenStatesWanted | bool = False,
+        scores: bool = False,
     ) -> list[RequestOutput]:
         """Answers prompts; all are checked before the first is started.
 
         Args:
             prompts (`Any`):
-                A text, a list of texts, token id lists, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`.
+                A text, a list of texts, token id lists, `{"prompt_token_ids": [...]}`, `{"prompt": "..."}` or
+                `{"prompt_embeds": tensor}` (`[tokens, hidden_size]`).
             sampling_params (`SamplingParams` or `Sequence[SamplingParams]`, *optional*):
                 One for all, or one for each. Fields that are not given come from the model's
                 `generation_config.json`, then from vLLM's defaults.
@@ -127,6 +132,10 @@ class LLM:
                 One for each prompt; lower runs earlier under the priority policy.
             lora_request (`Any`, *optional*):
                 Reserved; only `None`.
+            hidden_states (`HiddenStatesWanted` or `bool`, defaults to `False`):
+                Which hidden states the answers carry; `True` means those of all layers and tokens.
+            scores (`bool`, defaults to `False`):
+                Whether the answers carry the processed scores that each token was chosen from.
 
         Returns:
             `list[RequestOutput]`: In input order.
@@ -143,10 +152,12 @@ class LLM:
         priorities = [0] * len(parsed) if priority is None else list(priority)
         if len(priorities) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts were given {len(priorities)} priorities.")
-        self.engine.check_all([tokens for _, tokens in parsed], params)
+        self.engine.check_all([tokens for _, tokens, _ in parsed], params)
+        extras = RequestExtras(hidden_states=_hidden_states_wanted(hidden_states), scores=scores)
         with self.engine.requests() as states:
-            for (text, tokens), param, rank in zip(parsed, params, priorities, strict=True):
-                states.append(self.engine.add_request(tokens, param, prompt=text, priority=rank))
+            for (text, tokens, embeds), param, rank in zip(parsed, params, priorities, strict=True):
+                wanted = extras if embeds is None else dataclasses.replace(extras, prompt_embeds=embeds)
+                states.append(self.engine.add_request(tokens, param, prompt=text, priority=rank, extras=wanted))
             with progress(use_tqdm, len(states), "Processed prompts", "prompt") as advance:
                 for _ in self.engine.as_finished(states):
                     advance()
@@ -253,7 +264,16 @@ class LLM:
             params = [p if p.seed is not None else p.replace(seed=self._seeds.getrandbits(63)) for p in params]
         return params
 
-    def _parse(self, prompt: Any) -> tuple[str | None, Any]:
+    def _parse(self, prompt: Any) -> tuple[str | None, Any, Any]:
+        """Returns a prompt's text, if it has one, its tokens, and its embeddings, if it has them instead."""
+        if isinstance(prompt, dict) and prompt.get("prompt_embeds") is not None:
+            embeds = prompt["prompt_embeds"]
+            if getattr(embeds, "ndim", None) != 2:
+                raise InvalidEmbedsError("`prompt_embeds` must be a tensor [tokens, hidden_size].")
+            return None, [0] * len(embeds), embeds
+        return (*self._parse_tokens(prompt), None)
+
+    def _parse_tokens(self, prompt: Any) -> tuple[str | None, Any]:
         if isinstance(prompt, dict):
             for key in _UNBUILT_PROMPT_KEYS:
                 if prompt.get(key) is not None:
@@ -274,6 +294,14 @@ class LLM:
                 f"{prompt!r}."
             )
         return None, prompt
+
+
+def _hidden_states_wanted(given: Any) -> HiddenStatesWanted | None:
+    if given is None or isinstance(given, bool):
+        return HiddenStatesWanted() if given else None
+    if not isinstance(given, HiddenStatesWanted):
+        raise InvalidRequestError(f"`hidden_states` must be a HiddenStatesWanted or a bool, got {given!r}.")
+    return given
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

@@ -12,6 +12,8 @@ from hf_paged import (
     AutoPagedModelForCausalLM,
     ConfigurationError,
     EngineClosedError,
+    HiddenStatesWanted,
+    InvalidEmbedsError,
     InvalidRequestError,
     InvalidTokenError,
     NotSupportedError,
@@ -395,7 +397,7 @@ def test_log_probabilities_carry_texts(scripted):
         (b"abc", InvalidRequestError, "bytes"),
         ([5] * 512, PromptTooLongError, "512 tokens.*`max_model_len` is 512"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, NotSupportedError, "multi_modal_data"),
-        ({"prompt_embeds": torch.zeros(1)}, NotSupportedError, "prompt_embeds"),
+        ({"prompt_embeds": torch.zeros(1)}, InvalidEmbedsError, "prompt_embeds"),
     ],
 )
 def test_wrong_prompts_are_refused_before_anything_starts(llm, expected, bad, error, match):
@@ -536,3 +538,66 @@ def test_sleep_wake_and_close(expected):
     llm.close()
     with pytest.raises(EngineClosedError, match="closed"):
         run(llm, PROMPTS)
+
+
+# --------------------------------------------------------------------------------------- hidden states, embeddings
+
+
+def stock_hidden_states(tokens: list[int]) -> torch.Tensor:
+    states = tiny_model("llama", vocab_size=VOCAB_SIZE)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.stack(states)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 4}, {"num_blocks": 4, "block_size": 4}, {"batch_invariant": True}],
+    ids=["roomy", "chunked", "preempted", "batch invariant"],
+)
+def test_hidden_states_of_all_tokens_equal_a_plain_forward(settings):
+    model = AutoPagedModelForCausalLM.from_model(
+        tiny_model("llama", vocab_size=VOCAB_SIZE), paged_config=PagedConfig(**settings)
+    )
+    llm = LLM(model, tokenizer=TOKENIZER)
+    outputs = run(llm, [*PROMPTS, PROMPTS[-1]], hidden_states=True)
+    for output in outputs:
+        tokens = output.prompt_token_ids + output.outputs[0].token_ids[:-1]
+        torch.testing.assert_close(output.outputs[0].hidden_states, stock_hidden_states(tokens), atol=1e-4, rtol=0)
+    if "num_blocks" in settings:
+        assert llm.engine.stats().num_preemptions > 0
+    assert_idle(llm.engine)
+
+
+def test_chosen_layers_of_the_last_token_for_each_of_several_answers(llm):
+    wanted = HiddenStatesWanted(layers=(-1, 0), all_tokens=False)
+    params = SamplingParams(n=3, seed=3, temperature=1.0, max_tokens=5, ignore_eos=True)
+    (output,) = run(llm, PROMPTS[1], params, hidden_states=wanted)
+    for answer in output.outputs:
+        expected = stock_hidden_states(output.prompt_token_ids + answer.token_ids[:-1])[[-1, 0], -1:]
+        torch.testing.assert_close(answer.hidden_states, expected, atol=1e-4, rtol=0)
+
+
+def test_hidden_states_are_ordinary_tensors_and_absent_unless_asked_for(llm):
+    plain, asked = run(llm, PROMPTS[0])[0], run(llm, PROMPTS[0], hidden_states=True)[0]
+    assert plain.outputs[0].hidden_states is None and plain.outputs[0].scores is None
+    assert not asked.outputs[0].hidden_states.is_inference()
+
+
+@pytest.mark.parametrize("layers", [(4,), (-4,), (True,), ("last",)])
+def test_layers_that_do_not_exist_are_named(llm, layers):
+    with pytest.raises(InvalidRequestError, match="`hidden_states.layers` must hold whole numbers from -3 to 2"):
+        run(llm, PROMPTS[0], hidden_states=HiddenStatesWanted(layers=layers))
+
+
+def test_prompt_embeddings_answer_as_their_tokens_do_and_share_nothing_with_others(llm):
+    embed = llm.model.get_input_embeddings()
+    long = TOKENS[2] * 20
+    given = [{"prompt_embeds": embed(torch.tensor(tokens))} for tokens in (long, long, [t + 1 for t in long])]
+    by_embeds = [run(llm, prompt)[0] for prompt in given]
+    by_tokens = [run(llm, {"prompt_token_ids": tokens})[0] for tokens in (long, long, [t + 1 for t in long])]
+    assert token_ids(by_embeds) == token_ids(by_tokens)
+    assert [output.num_cached_tokens > 0 for output in by_embeds] == [False, True, False]
+
+
+def test_embeddings_of_a_wrong_width_are_refused(llm):
+    with pytest.raises(InvalidEmbedsError, match=r"\[3, 32\].*got torch.float32 \[3, 31\]"):
+        run(llm, {"prompt_embeds": torch.zeros(3, 31)})

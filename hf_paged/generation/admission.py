@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import InvalidRequestError, InvalidTokenError, PromptTooLongError
+from ..errors import InvalidEmbedsError, InvalidRequestError, InvalidTokenError, PromptTooLongError
 from .plan import EnginePlan
 from .request import Request, RequestExtras, RequestGroup
 from .sampling.params import SamplingParams
@@ -170,6 +171,70 @@ def check_banned(sequences: Any, limits: Limits) -> None:
             )
 
 
+def check_extras(extras: RequestExtras, prompt_length: int, model: Any, limits: Limits) -> None:
+    """Checks what a request asks for beside its parameters.
+
+    Args:
+        extras (`RequestExtras`):
+            What it asks for.
+        prompt_length (`int`):
+            Tokens of its prompt.
+        model (`PreTrainedModel`):
+            The model.
+        limits (`Limits`):
+            The vocabulary.
+
+    Raises:
+        InvalidRequestError: If something is out of range; `InvalidEmbedsError` for embeddings of a wrong shape.
+    """
+    check_banned(extras.bad_words_ids, limits)
+    if extras.prompt_embeds is not None:
+        check_embeds(extras.prompt_embeds, prompt_length, model)
+    layers = extras.hidden_states.layers if extras.hidden_states is not None else None
+    count = model.config.get_text_config(decoder=True).num_hidden_layers + 1
+    for layer in layers or ():
+        if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
+            raise InvalidRequestError(
+                f"`hidden_states.layers` must hold whole numbers from {-count} to {count - 1} (0 is the embeddings), "
+                f"got {layer!r}."
+            )
+
+
+def check_embeds(embeds: Any, prompt_length: int, model: Any) -> None:
+    """Checks a prompt that is given as embeddings.
+
+    Args:
+        embeds (`Any`):
+            The embeddings.
+        prompt_length (`int`):
+            How many there must be.
+        model (`PreTrainedModel`):
+            The model.
+
+    Raises:
+        InvalidEmbedsError: If they are not a floating-point tensor `[prompt_length, hidden_size]`.
+    """
+    hidden_size = model.get_input_embeddings().weight.shape[1]
+    is_tensor = isinstance(embeds, torch.Tensor) and embeds.is_floating_point()
+    if not is_tensor or tuple(embeds.shape) != (prompt_length, hidden_size):
+        got = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+        raise InvalidEmbedsError(
+            f"The embeddings of a prompt must be a floating-point tensor [{prompt_length}, {hidden_size}] (its tokens "
+            f"by the model's hidden size), got {got}."
+        )
+
+
+def embeds_key(embeds: torch.Tensor) -> tuple[str, str]:
+    """Returns what tells embeddings from others in the prefix cache: equal ones share blocks, others never do.
+
+    Args:
+        embeds (`torch.Tensor`):
+            `[tokens, hidden_size]`.
+    """
+    data = embeds.detach().to("cpu", torch.float64).contiguous().numpy().tobytes()
+    return "embeds", hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def bad_words_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the token sequences that write a word at the start of a text and after a space.
 
@@ -217,6 +282,8 @@ def make_group(
             What the request asks for beside its parameters.
     """
     group_id = request_id if request_id is not None else uuid.uuid4().hex
+    if extras.prompt_embeds is not None:
+        extra_keys += (embeds_key(extras.prompt_embeds),)
     room = limits.plan.max_model_len - len(tokens)
     stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos_token_ids)
     # Without a seed of its own a request draws one, so that `torch.manual_seed` makes a whole program repeatable.

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .detokenizer import IncrementalDetokenizer
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .recording import Recorded
@@ -32,7 +34,7 @@ class Answer:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.recorded: Recorded | None = None  # hidden states, if they were asked for
-        self.scores: list[Any] | None = [] if request.extras.scores else None  # processed, one row per token
+        self.scores: list[torch.Tensor] | None = [] if request.extras.scores else None  # processed, one row per token
         self.kv: list[tuple[Any, Any]] | None = None  # per layer, copied at the end if that was asked for
         self._matcher = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -96,7 +98,20 @@ class Answer:
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=request.finish_reason.value if request.finish_reason is not None else None,
             stop_reason=request.stop_reason,
+            hidden_states=self.hidden_states if request.is_finished else None,
+            scores=self.all_scores if request.is_finished else None,
         )
+
+    @property
+    def hidden_states(self) -> torch.Tensor | None:
+        """Returns the hidden states so far, `[layers, tokens, hidden_size]`, if they were asked for."""
+        states = self.recorded.hidden_states if self.recorded is not None else None
+        return states.clone() if states is not None else None  # steps run in inference mode; this is a plain tensor
+
+    @property
+    def all_scores(self) -> torch.Tensor | None:
+        """Returns the processed scores so far, `[answer tokens, vocab_size]`, if they were asked for."""
+        return torch.stack(self.scores) if self.scores else None
 
 
 class RequestState:

@@ -27,11 +27,11 @@ from ..errors import (
 )
 from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
-from .admission import Limits, bad_words_ids, check_banned, check_params, check_prompt, check_room, make_group
+from .admission import Limits, bad_words_ids, check_extras, check_params, check_prompt, check_room, make_group
 from .answer import RequestState
 from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
-from .model_state import eos_token_ids, fingerprint, sampling_defaults, training_obstacle
+from .model_state import eos_token_ids, sampling_defaults, training_obstacle
 from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
@@ -43,6 +43,7 @@ from .session import OpenSessions
 from .stats import EngineStats
 from .step_loop import StepLoop
 from .turns import Turns
+from .weights import WeightWatch
 
 if TYPE_CHECKING:
     import torch
@@ -90,13 +91,13 @@ class Engine:
             )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
-        self._loop = StepLoop(self.live, self.sampler, self._make_runner)
+        self._loop = StepLoop(self.live, self.sampler, self._make_runner, self._watch_weights)
         self.sessions = OpenSessions()
         self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
         self._pid = os.getpid()
-        self._weights = fingerprint(model)
+        self._watch = WeightWatch(model)
 
     # ------------------------------------------------------------------ requests
 
@@ -148,7 +149,7 @@ class Engine:
         tokens, params = self._checked(prompt_token_ids, params, tokenizer)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"`priority` must be a whole number, got {priority!r}.")
-        check_banned(extras.bad_words_ids, self.limits)
+        check_extras(extras, len(tokens), self.model, self.limits)
         if params.bad_words:
             words = extras.bad_words_ids + bad_words_ids(params.bad_words, tokenizer)
             extras = dataclasses.replace(extras, bad_words_ids=words)
@@ -249,16 +250,15 @@ class Engine:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and `max_queue_size` is {limit}; try again later."
             )
-        weights, ids = fingerprint(self.model), ids_of(state)
         try:
-            self._register(state, weights, ids)
+            self._register(state, ids_of(state))
         except BaseException:
             # Ctrl-C, perhaps after the request was queued: its caller will never know of it.
             if self.live.states.get(state.request_id) is state:
                 self._loop.inbox.append(lambda: self.live.abort(state.request_id))
             raise
 
-    def _register(self, state: RequestState, weights: int, ids: set[str]) -> None:
+    def _register(self, state: RequestState, ids: set[str]) -> None:
         with self._turns.lock:
             self._check_usable()
             taken = sorted(ids & self.live.ids)
@@ -268,9 +268,6 @@ class Engine:
                 )
             self.live.ids |= ids
             self.live.states[state.request_id] = state
-            if weights != self._weights:
-                self._weights = weights
-                self._forget_prefixes()
             self._loop.inbox.append(lambda: self.live.add(state))
             self._turns.notify()
 
@@ -518,12 +515,15 @@ class Engine:
         self.live.reset_stats()
 
     def weights_changed(self) -> None:
-        """Forgets all cached K/V, for weights that were written in a way that no version counter shows (`.data`)."""
-        with self._turns.lock:
-            self._forget_prefixes()
+        """Forgets all cached K/V, for weights that were written in a way that nothing shows (`weight.data.mul_(2)`).
 
-    def _forget_prefixes(self) -> None:
-        self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
+        Optimizers, `load_state_dict`, replaced weights and PEFT's adapters are noticed without it.
+        """
+        with self._turns.lock:
+            self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
+
+    def _watch_weights(self) -> None:
+        self._watch.guard(self.model, self.live.block_manager)
 
     def release(self) -> None:
         """Frees the pool; the next request makes it again.

@@ -159,4 +159,3 @@ class EngineCache(Cache):
     def close(self) -> None:
         """Gives the rows' blocks back to the engine. Safe to call twice."""
         self.session.close()
-

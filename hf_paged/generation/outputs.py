@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from .request import RequestMetrics
 
 if TYPE_CHECKING:
-    from .recording import Recorded
     import torch
+
+    from .recording import Recorded
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +52,12 @@ class CompletionOutput:
             `"stop"`, `"length"`, `"abort"`, `"error"`, or None while running.
         stop_reason (`int` or `str`, *optional*):
             The stop token or stop string that ended it; None for the end-of-sequence token.
+        hidden_states (`torch.Tensor`, *optional*):
+            `[layers, tokens, hidden_size]`, those that were asked for, once the answer has ended: of the prompt and
+            the answer without its last token (which was never computed), or of the last computed token only.
+        scores (`torch.Tensor`, *optional*):
+            `[answer tokens, vocab_size]` float32, the processed scores that each token was chosen from, once the
+            answer has ended, if they were asked for.
     """
 
     index: int
@@ -60,6 +67,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    hidden_states: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
     def finished(self) -> bool:
         """Returns whether the answer has ended."""
@@ -121,7 +130,8 @@ class GenerationOutput:
         generated_tokens (`list[int]`):
             The answer, the token that ended it included; all of it so far where results are streamed.
         logprobs (`list[float]`):
-            Log-probabilities of its tokens, if they were asked for.
+            Log-probabilities of its tokens, if they were asked for: by `return_logprobs` those that they were chosen
+            with, by `logprobs=` those of the model itself, before processors and temperature.
         error (`str`, *optional*):
             What went wrong.
         status (`GenerationStatus`):
@@ -135,17 +145,15 @@ class GenerationOutput:
         finish_reason (`str`, *optional*):
             `"stop"`, `"length"`, `"abort"`, `"error"`, or `None` while it runs.
         stop_reason (`int` or `str`, *optional*):
-            The stop token or stop string that ended it.
-        text (`str`, *optional*):
-            The answer's text up to a stop string, where stop strings were given.
+            The stop token that ended it.
         top_logprobs (`list[dict[int, Logprob]]`, *optional*):
             For each token of the answer, the best tokens and itself, if that was asked for.
         prompt_logprobs (`list[dict[int, Logprob] | None]`, *optional*):
             The same for each token of the prompt; `None` for the first.
         scores (`list[torch.Tensor]`, *optional*):
             For each token of the answer the processed scores it was chosen by, `[vocab_size]`, if asked for.
-        hidden_states (`Any`, *optional*):
-            Hidden states, as they were asked for.
+        hidden_states (`torch.Tensor`, *optional*):
+            `[layers, tokens, hidden_size]`, those that were asked for; the last token of an answer has none.
         num_cached_tokens (`int`, defaults to 0):
             Tokens of the prompt that were found in the prefix cache.
     """
@@ -161,11 +169,10 @@ class GenerationOutput:
     timestamps: list[float] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    text: str | None = None
     top_logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     scores: list[torch.Tensor] | None = None
-    hidden_states: Any = None
+    hidden_states: torch.Tensor | None = None
     num_cached_tokens: int = 0
 
     def is_finished(self) -> bool:
@@ -184,11 +191,18 @@ class SamplerOutput:
             Per row what it asked for; None if no row asked.
         failed_rows (`list[int]`):
             Rows whose logits were not finite; their token must not be used.
+        errors (`dict[int, Exception]`):
+            What went wrong with single rows, by row: what a caller's processor raised. Their token must not be used.
+        scores (`dict[int, torch.Tensor]`):
+            `[vocab_size]` float32 for each row that wants its scores, as they were when the token was chosen: after all
+            processors, temperature and truncation.
     """
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob] | None] | None = None
     failed_rows: list[int] = dataclasses.field(default_factory=list)
+    errors: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    scores: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)

@@ -15,7 +15,6 @@ Rows with the same prompt compute it once and share its blocks.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import EngineError
-from .admission import check_prompt, make_group
+from .admission import check_embeds, check_prompt, make_group
 from .answer import RequestState
 from .recording import Recorded
 from .request import Request, RequestExtras
@@ -97,9 +96,7 @@ class Session:
             Whether the attention weights of all tokens are wanted.
     """
 
-    def __init__(
-        self, engine: Engine, max_new_tokens: int, *, hidden_states: Any = None, attentions: bool = False
-    ):
+    def __init__(self, engine: Engine, max_new_tokens: int, *, hidden_states: Any = None, attentions: bool = False):
         self.engine = engine
         self.max_new_tokens = max_new_tokens
         self.requests: list[Request] = []
@@ -269,10 +266,10 @@ class Session:
         return list(groups.values())
 
     def _enqueue(self, rows: list[int], tokens: list[int], embeds: torch.Tensor | None) -> None:
-        engine, extras, extra_keys = self.engine, self._extras, ()
+        engine, extras = self.engine, self._extras
         if embeds is not None:
+            check_embeds(embeds, len(tokens), engine.model)
             extras = dataclasses.replace(extras, prompt_embeds=embeds.detach())
-            extra_keys = (("embeds", _digest(embeds)),)
         params = SamplingParams(n=len(rows), max_tokens=self.max_new_tokens, temperature=1.0, seed=0, ignore_eos=True)
         group = make_group(
             check_prompt(tokens, engine.limits),
@@ -280,7 +277,7 @@ class Session:
             engine.limits,
             request_id=None,
             priority=0,
-            extra_keys=extra_keys,
+            extra_keys=(),
             extras=extras,
         )
         for row, request in zip(rows, group.requests, strict=True):
@@ -307,9 +304,3 @@ class Session:
 
     def _all_computed(self) -> bool:
         return all(request.num_pending_tokens == 0 for request in self.requests)
-
-
-def _digest(embeds: torch.Tensor) -> str:
-    """The identity of embeddings: equal ones share blocks, others never do."""
-    data = embeds.to("cpu", torch.float32).contiguous().numpy().tobytes()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -23,14 +23,23 @@ class StepLoop:
             Chooses their tokens.
         make_runner (`Callable[[], ModelRunner]`):
             Makes the runner with its pool, when there is something to run.
+        watch_weights (`Callable[[], None]`):
+            Called before prefixes are looked up.
     """
 
-    def __init__(self, live: LiveRequests, sampler: Sampler, make_runner: Callable[[], ModelRunner]):
+    def __init__(
+        self,
+        live: LiveRequests,
+        sampler: Sampler,
+        make_runner: Callable[[], ModelRunner],
+        watch_weights: Callable[[], None],
+    ):
         self.live = live
         self.sampler = sampler
         self.runner: ModelRunner | None = None
         self.inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._make_runner = make_runner
+        self._watch_weights = watch_weights
 
     def step(self) -> bool:
         """Runs one step.
@@ -42,6 +51,8 @@ class StepLoop:
         try:
             live.scheduler.recover()
             self.drain_inbox()
+            if live.scheduler.num_waiting:  # else nobody is admitted
+                self._watch_weights()
             output = live.scheduler.schedule()
         except BaseException as error:
             self._start_over(error)
