@@ -599,5 +599,5 @@ def test_prompt_embeddings_answer_as_their_tokens_do_and_share_nothing_with_othe
 
 
 def test_embeddings_of_a_wrong_width_are_refused(llm):
-    with pytest.raises(InvalidEmbedsError, match=r"\[3, 32\].*got torch.float32 \[3, 31\]"):
+    with pytest.raises(InvalidEmbedsError, match=r"\[3, 64\].*got torch.float32 \[3, 31\]"):
         run(llm, {"prompt_embeds": torch.zeros(3, 31)})
