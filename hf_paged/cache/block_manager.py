@@ -113,8 +113,10 @@ class BlockManager:
         self.indexes = [PrefixIndex() for _ in num_blocks_per_group]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.weights_key: tuple = ()
         self._hash_function = hash_function
         self._tables: dict[str, _BlockTable] = {}
+        self._unconfirmed: set[tuple[int, int]] = set()
         self._copy_sources: list[Counter[int]] = [Counter() for _ in num_blocks_per_group]
 
     # --- sizes -------------------------------------------------------------------------------------------------
@@ -432,12 +434,35 @@ class BlockManager:
         for pool, index, block_ids in zip(self.pools, self.indexes, table.block_ids, strict=True):
             pool.free(block_ids, index)
 
+    # --- other weights -----------------------------------------------------------------------------------------
+
     def reset_prefix_cache(self) -> None:
         """The model's weights have changed: forgets all blocks, and registers none of the requests running now."""
         for index in self.indexes:
             index.clear()
+        self.switch_weights(self.weights_key)
+
+    def switch_weights(self, key: tuple) -> None:
+        """Other weights compute K/V from now on, and those of before may come back (an adapter).
+
+        Blocks are only found under the key that they were computed under. What was registered since the last call of
+        `confirm` is forgotten: nobody knows which weights computed it. Requests with blocks keep them and go on, but
+        register none until they are admitted anew.
+
+        Args:
+            key (`tuple`):
+                Stands for the weights of now.
+        """
+        for group, block_id in self._unconfirmed:
+            self.indexes[group].forget(block_id)
+        self._unconfirmed.clear()
         for table in self._tables.values():
             table.cacheable = False
+        self.weights_key = key
+
+    def confirm(self) -> None:
+        """The weights are still those of the last call: what was registered since then is right."""
+        self._unconfirmed.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -467,11 +492,13 @@ class BlockManager:
             for index in range(first, last):
                 if self.indexes[group].register(hashes[index], block_ids[index]):
                     allocation.registered.append((group, block_ids[index]))
+                    self._unconfirmed.add((group, block_ids[index]))
 
     def _block_hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """Returns the request's cached hashes, extended to at least some number of blocks."""
-        hashes = request.block_hashes
+        hashes, keys = request.block_hashes, (*request.extra_keys, *self.weights_key)
+        if hashes and hashes[0].extra_keys != keys:
+            hashes.clear()  # they are from before the weights were switched
         if len(hashes) < num_blocks:
-            tokens, extra_keys = request.token_ids, request.extra_keys
-            extend_block_hashes(hashes, tokens, self.block_size, num_blocks, extra_keys, self._hash_function)
+            extend_block_hashes(hashes, request.token_ids, self.block_size, num_blocks, keys, self._hash_function)
         return hashes

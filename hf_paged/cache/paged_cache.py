@@ -2,168 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from .. import compat
-from ..errors import ConfigurationError, UnsupportedModelError
-from .block_pool import BlockPool
-
-_FIRST_SLAB = 64
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer of a `PagedCache`: its blocks, and how many tokens of each row are in them.
-
-    Args:
-        owner (`PagedCache`):
-            The cache, which owns the block tables.
-    """
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, owner: PagedCache):
-        # `keys` and `values` are properties here, so the base class's assignments are not run.
-        self.owner = owner
-        self.length = 0
-        self.key_blocks: torch.Tensor | None = None
-        self.value_blocks: torch.Tensor | None = None
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Returns whether the layer has blocks."""
-        return self.key_blocks is not None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the layer's blocks, of the shape that the first keys and values have.
-
-        Args:
-            key_states (`torch.Tensor`):
-                `[batch, num_kv_heads, tokens, Dk]`.
-            value_states (`torch.Tensor`):
-                `[batch, num_kv_heads, tokens, Dv]`.
-        """
-        blocks, size = self.owner.num_blocks, self.owner.block_size
-        self.key_blocks = _zeros_like(key_states, (blocks, key_states.shape[1], size, key_states.shape[3]))
-        self.value_blocks = _zeros_like(value_states, (blocks, value_states.shape[1], size, value_states.shape[3]))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends new keys and values and returns all of them.
-
-        Args:
-            key_states (`torch.Tensor`):
-                `[batch, num_kv_heads, new tokens, Dk]`.
-            value_states (`torch.Tensor`):
-                `[batch, num_kv_heads, new tokens, Dv]`.
-            args (`Any`):
-                Ignored.
-            kwargs (`Any`):
-                Ignored.
-
-        Returns:
-            Keys and values of all tokens so far, `[batch, num_kv_heads, tokens, Dk or Dv]`.
-        """
-        batch, _, new, _ = key_states.shape
-        self.owner.reserve(batch, self.length, self.length + new)
-        if self.key_blocks is None or self.value_blocks is None:
-            self.lazy_initialization(key_states, value_states)
-        positions = torch.arange(self.length, self.length + new)
-        blocks = self.owner.table()[:, positions // self.owner.block_size].to(key_states.device)
-        offsets = (positions % self.owner.block_size).to(key_states.device).expand(batch, -1)
-        self.key_blocks[blocks, :, offsets] = key_states.transpose(1, 2)  # type: ignore[index]
-        self.value_blocks[blocks, :, offsets] = value_states.transpose(1, 2)  # type: ignore[index]
-        self.length += new
-        return self._gather(self.key_blocks), self._gather(self.value_blocks)
-
-    def _gather(self, blocks: torch.Tensor | None) -> torch.Tensor:
-        assert blocks is not None, "a layer is initialized before it is read"
-        used = -(-self.length // self.owner.block_size)
-        picked = blocks[self.owner.table()[:, :used].to(blocks.device)]  # [batch, used, heads, block_size, D]
-        batch, _, heads, _, dim = picked.shape
-        return picked.transpose(1, 2).reshape(batch, heads, -1, dim)[:, :, : self.length]
-
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Returns all keys, `[batch, num_kv_heads, tokens, Dk]`, or `None` before the first update."""
-        return self._gather(self.key_blocks) if self.length else None
-
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Returns all values, `[batch, num_kv_heads, tokens, Dv]`, or `None` before the first update."""
-        return self._gather(self.value_blocks) if self.length else None
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length and offset of the keys that `update` will return.
-
-        Args:
-            query_length (`int`):
-                New tokens of the call.
-        """
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Returns the number of tokens stored for each row."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Returns -1, Transformers' word for no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before Transformers 5.24
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks, for rows that are about to write into a shared one.
-
-        Args:
-            pairs (`list[tuple[int, int]]`):
-                (source, destination) block ids.
-        """
-        for blocks in (self.key_blocks, self.value_blocks):
-            if blocks is not None:
-                sources, destinations = torch.tensor(pairs, device=blocks.device).unbind(1)
-                blocks[destinations] = blocks[sources]
-
-    def grow(self, num_blocks: int) -> None:
-        """Enlarges the layer's blocks and keeps their contents.
-
-        Args:
-            num_blocks (`int`):
-                New number of blocks.
-        """
-        for name in ("key_blocks", "value_blocks"):
-            blocks = getattr(self, name)
-            if blocks is not None:
-                larger = _zeros_like(blocks, (num_blocks, *blocks.shape[1:]))
-                larger[: blocks.shape[0]] = blocks
-                setattr(self, name, larger)
-
-
-def _zeros_like(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Makes blocks that can be written to inside and outside of inference mode, wherever the first call was."""
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+from ..errors import ConfigurationError, InvalidRequestError, UnsupportedModelError
+from .block_store import BlockStore
+from .block_tables import BlockTables
+from .cache_file import CacheContents, read_cache_file, write_cache_file
+from .paged_layer import PagedLayer
 
 
 class PagedCache(Cache):
     """A K/V cache in fixed-size blocks that can be handed to any decoder-only model of Transformers.
 
     Rows share blocks: expanding a batch and reordering beams move block tables and copy at most one partial block
-    per row, when it is written to. Blocks are taken as tokens need them.
+    per row, when it is written to. Blocks are taken as tokens need them. Forks of a cache share blocks in the same
+    way.
 
         row 0   table [ 4, 1, 7 ]     block 4 |t0 t1 t2 t3|  block 1 |t4 t5 t6 t7|  block 7 |t8 __ __ __|
         row 1   table [ 4, 1, 2 ]     shared with row 0      shared with row 0      block 2 |t8 t9 __ __|
 
     `update` returns all keys and values of a layer, like Transformers' `DynamicCache`, so every attention
-    implementation and every mask works with it.
+    implementation and every mask works with it. `copy.deepcopy` and `pickle` give caches that share nothing.
 
     Args:
         config (`PreTrainedConfig`, *optional*):
@@ -181,6 +48,8 @@ class PagedCache(Cache):
     cache = PagedCache(model.config)
     logits = model(input_ids, past_key_values=cache).logits
     logits = model(next_ids, past_key_values=cache).logits  # continues
+    first, second = cache.fork(2)  # two continuations of one prefix, which is in memory once
+    cache.save("prefix.safetensors")
     ```
     """
 
@@ -193,23 +62,13 @@ class PagedCache(Cache):
             raise ConfigurationError(
                 f"`config` must be a model's configuration, got {type(config).__name__}; pass `model.config`."
             )
-        self.block_size = block_size
-        self.tables: list[list[int]] = []
-        self._pool = BlockPool(_FIRST_SLAB)
-        self._table_tensor: torch.Tensor | None = None
+        self._tables = BlockTables(BlockStore(block_size))
         super().__init__(layers=[])
         if config is not None:
-            text_config = config.get_text_config(decoder=True)
-            if getattr(compat.causal_model_class(text_config), "_is_stateful", False):
-                raise UnsupportedModelError(
-                    f"Models of {type(text_config).__name__} keep a recurrent state; a PagedCache holds K/V."
-                )
-            for i, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
-                if not layer_type.endswith("attention") or layer_type == "linear_attention":
-                    raise UnsupportedModelError(
-                        f"Layer {i} is of type {layer_type!r}; a PagedCache holds keys and values."
-                    )
-            self.layers = [PagedLayer(self) for _ in range(text_config.num_hidden_layers)]
+            self._add_layers(_num_layers(config))
+
+    def _add_layers(self, count: int) -> None:
+        self.layers += [PagedLayer(self._tables, i) for i in range(len(self.layers), count)]
 
     def __repr__(self) -> str:
         return (
@@ -218,14 +77,29 @@ class PagedCache(Cache):
         )
 
     @property
+    def block_size(self) -> int:
+        """Returns the number of tokens per block."""
+        return self._tables.store.block_size
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Returns the block ids of each row, in the order of its tokens. They are not to be changed."""
+        return self._tables.rows
+
+    @property
     def num_blocks(self) -> int:
-        """Returns the number of blocks in the pool, held or free."""
-        return self._pool.num_blocks
+        """Returns the number of blocks in memory, held or free; forks have one memory."""
+        return self._tables.store.num_blocks
+
+    @property
+    def num_blocks_free(self) -> int:
+        """Returns the number of blocks in memory that neither this cache nor a fork holds."""
+        return self._tables.store.num_free
 
     @property
     def num_blocks_held(self) -> int:
-        """Returns the number of blocks that hold tokens; a shared one counts once."""
-        return self._pool.num_used
+        """Returns the number of blocks that hold tokens of this cache; one that rows share counts once."""
+        return len({block_id for row in self.tables for block_id in row})
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -243,9 +117,15 @@ class PagedCache(Cache):
                 Ignored.
             kwargs (`Any`):
                 Ignored.
+
+        Returns:
+            Keys and values of all tokens so far, `[batch, num_kv_heads, tokens, Dk or Dv]`, for use within this
+            step: they may be views of the blocks. `cache.layers[layer_idx].keys` is a copy.
+
+        Raises:
+            ConfigurationError: If the number of rows, or the shape, dtype or device of a token changed.
         """
-        while len(self.layers) <= layer_idx:
-            self.layers.append(PagedLayer(self))
+        self._add_layers(layer_idx + 1)
         return self.layers[layer_idx].update(key_states, value_states)
 
     def fill(self, rows: Sequence[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]], length: int) -> None:
@@ -258,6 +138,7 @@ class PagedCache(Cache):
             length (`int`):
                 Tokens of every row, padding included.
         """
+        self._add_layers(len(rows[0][1]))
         for layer_idx in range(len(rows[0][1])):
             padded = []
             for side in (0, 1):
@@ -266,68 +147,109 @@ class PagedCache(Cache):
                 for row, (columns, layers) in enumerate(rows):
                     whole[row, :, columns] = layers[layer_idx][side]
                 padded.append(whole)
-            self.update(padded[0], padded[1], layer_idx)
+            self.layers[layer_idx].append(padded[0], padded[1])
 
-    def table(self) -> torch.Tensor:
-        """Returns the block table, int64 `[batch, blocks per row]`, on the CPU."""
-        if self._table_tensor is None:
-            self._table_tensor = torch.tensor(self.tables, dtype=torch.long)
-        return self._table_tensor
+    def fork(self, n: int = 1) -> list[PagedCache]:
+        """Returns caches that continue from here, each on its own.
 
-    def reserve(self, batch: int, start: int, end: int) -> None:
-        """Makes the slots of the positions `start` to `end` of each row exist and belong to that row alone.
+        The tokens so far stay in memory once. A cache that writes into a block that others hold copies it first, so
+        a fork costs at most one partial block per row. The forks and this cache may be changed, reset and deleted in
+        any order, and used from different threads; blocks that nobody holds any longer are used again, and their
+        memory is freed with the last of the caches. A cache that is given keys with gradients moves to memory of its
+        own, since autograd keeps what they were computed from.
 
         Args:
-            batch (`int`):
-                Rows of the call.
-            start (`int`):
-                First position that will be written.
-            end (`int`):
-                Position after the last.
+            n (`int`, defaults to 1):
+                How many.
+
+        Returns:
+            `list[PagedCache]`: `n` caches.
 
         Raises:
-            ConfigurationError: If the number of rows changed without `reorder_cache` or its siblings.
+            InvalidRequestError: If `n` is not a whole number of at least 1.
         """
-        if not self.tables:
-            self.tables = [[] for _ in range(batch)]
-        if len(self.tables) != batch:
-            raise ConfigurationError(
-                f"The cache holds {len(self.tables)} rows but was given keys of {batch}; use `batch_repeat_interleave` "
-                "or `batch_select_indices` to change the number of rows."
-            )
-        first, last = start // self.block_size, -(-end // self.block_size)
-        copies: list[tuple[int, int]] = []
-        for table in self.tables:
-            for i in range(first, min(last, len(table))):
-                if self._pool.ref_counts[table[i]] > 1:
-                    copies.append((table[i], self._take(1)[0]))
-                    self._pool.free([table[i]])
-                    table[i] = copies[-1][1]
-            missing = last - len(table)
-            if missing > 0:
-                table.extend(self._take(missing))
-                self._table_tensor = None
-        if copies:
-            self._table_tensor = None
-            for layer in self.layers:
-                layer.copy_blocks(copies)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InvalidRequestError(f"`n` must be a whole number of at least 1, got {n!r}.")
+        return [self._twin(self._tables.fork(), [layer.length for layer in self.layers]) for _ in range(n)]
 
-    def _take(self, count: int) -> list[int]:
-        if self._pool.num_free < count:
-            self._pool.grow(max(self._pool.num_blocks, count))
-            for layer in self.layers:
-                layer.grow(self._pool.num_blocks)
-        return self._pool.allocate(count)
+    def _twin(self, tables: BlockTables, lengths: list[int]) -> PagedCache:
+        """A cache with these rows, and otherwise all that this one has."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._set_rows(tables, lengths)
+        return twin
 
-    def _set_rows(self, rows: list[int]) -> None:
-        """Makes row i a copy, by reference, of what was row `rows[i]`."""
-        new_tables = [list(self.tables[row]) for row in rows]
-        for table in new_tables:
-            self._pool.touch(table)
-        for table in self.tables:
-            self._pool.free(table)
-        self.tables = new_tables
-        self._table_tensor = None
+    def _set_rows(self, tables: BlockTables, lengths: list[int]) -> None:
+        self._tables = tables
+        self.layers = []
+        self._add_layers(len(lengths))
+        for layer, length in zip(self.layers, lengths, strict=True):
+            layer.length = length
+
+    def _contents(self) -> CacheContents:
+        """What this cache holds, without what only its forks do."""
+        store, rows = self._tables.compact()
+        lengths = [layer.length for layer in self.layers]
+        layers = {i: (keys.detach(), values.detach()) for i, (keys, values) in store.layers.items() if lengths[i]}
+        return CacheContents(self.block_size, rows, lengths, layers)
+
+    @staticmethod
+    def _tables_of(contents: CacheContents) -> BlockTables:
+        rows = contents.tables
+        return BlockTables(BlockStore.filled(contents.block_size, contents.layers, rows), rows)
+
+    def __deepcopy__(self, memo: dict) -> PagedCache:
+        twin = self._twin(BlockTables(*self._tables.compact()), [layer.length for layer in self.layers])
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if name not in ("_tables", "layers"):
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        others = {name: value for name, value in self.__dict__.items() if name not in ("_tables", "layers")}
+        return {**others, "contents": self._contents()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        contents: CacheContents = state["contents"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "contents"})
+        self._set_rows(self._tables_of(contents), contents.lengths)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the cache to a safetensors file, in the dtype that it has; shared blocks are written once.
+
+        The file appears under its name when it is complete.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                The file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        write_cache_file(path, self._contents())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, device: str | torch.device = "cpu") -> PagedCache:
+        """Returns the cache that `save` has written. It continues as the saved one would have.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                The file.
+            device (`str` or `torch.device`, defaults to `"cpu"`):
+                Where the model is.
+
+        Returns:
+            `PagedCache`: A cache with blocks of its own.
+
+        Raises:
+            CacheFileError: If the file is something else, is damaged, or is of another version of the format.
+            FileNotFoundError: If there is none.
+        """
+        contents = read_cache_file(path, device)
+        cache = cls(block_size=contents.block_size)
+        cache._set_rows(cls._tables_of(contents), contents.lengths)
+        return cache
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the rows for beam search; blocks are shared, not copied.
@@ -337,7 +259,7 @@ class PagedCache(Cache):
                 `[batch]`, for each new row the old one that it continues.
         """
         if self.tables:
-            self._set_rows(beam_idx.tolist())
+            self._tables.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row; blocks are shared, not copied.
@@ -347,7 +269,7 @@ class PagedCache(Cache):
                 How often.
         """
         if self.tables:
-            self._set_rows([row for row in range(len(self.tables)) for _ in range(repeats)])
+            self._tables.select([row for row in range(len(self.tables)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps some rows only.
@@ -358,10 +280,10 @@ class PagedCache(Cache):
         """
         if self.tables:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-            self._set_rows(rows.tolist())
+            self._tables.select(rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens of every row and frees the blocks that no longer hold any.
+        """Removes the last tokens of every row and gives up the blocks that no longer hold any.
 
         Args:
             tokens_to_remove (`int`):
@@ -373,22 +295,13 @@ class PagedCache(Cache):
         keep = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
         if keep >= length:
             return
-        blocks = -(-keep // self.block_size)
-        for table in self.tables:
-            self._pool.free(table[blocks:])
-            del table[blocks:]
-        self._table_tensor = None
+        self._tables.crop(keep)
         for layer in self.layers:
             layer.length = min(layer.length, keep)
 
     def reset(self) -> None:
-        """Forgets all tokens and frees all blocks, and their memory."""
-        self._pool = BlockPool(_FIRST_SLAB)
-        self.tables = []
-        self._table_tensor = None
-        for layer in self.layers:
-            layer.length = 0
-            layer.key_blocks = layer.value_blocks = None
+        """Forgets all tokens, gives up all blocks and, unless forks use it, their memory."""
+        self._set_rows(BlockTables(BlockStore(self.block_size)), [0] * len(self.layers))
 
     @property
     def batch_size(self) -> int:
@@ -399,3 +312,16 @@ class PagedCache(Cache):
     def is_initialized(self) -> bool:
         """Returns whether every layer has blocks."""
         return bool(self.layers) and all(layer.is_initialized for layer in self.layers)
+
+
+def _num_layers(config: PreTrainedConfig) -> int:
+    """The number of layers of a model, all of which keep keys and values."""
+    text_config = config.get_text_config(decoder=True)
+    if getattr(compat.causal_model_class(text_config), "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"Models of {type(text_config).__name__} keep a recurrent state; a PagedCache holds K/V."
+        )
+    for i, layer_type in enumerate(getattr(text_config, "layer_types", None) or ()):
+        if not layer_type.endswith("attention") or layer_type == "linear_attention":
+            raise UnsupportedModelError(f"Layer {i} is of type {layer_type!r}; a PagedCache holds keys and values.")
+    return text_config.num_hidden_layers

@@ -12,6 +12,7 @@ expanded. A model that attends by itself would see the new tokens only; the view
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,9 +112,16 @@ class StepLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, view: StepCache, spec: StepLayerSpec):
-        self.view = view
+        self._view = weakref.ref(view)  # a cycle would keep the pool until the garbage collector comes
         self.spec = spec
         self.is_initialized = True
+
+    @property
+    def view(self) -> StepCache:
+        """Returns the view that this layer belongs to."""
+        view = self._view()
+        assert view is not None, "a layer is used while its view is"
+        return view
 
     @property
     def metadata(self) -> PagedAttentionMetadata:

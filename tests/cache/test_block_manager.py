@@ -314,3 +314,61 @@ def test_an_undone_admission_leaves_the_counters_as_they_were():
 
 def test_freeing_a_request_without_blocks_is_no_error():
     BlockManager([2], 4).free(make([1]))
+
+
+# --- other weights -------------------------------------------------------------------------------------------------
+
+
+def answered(manager: BlockManager, tokens, **kwargs) -> int:
+    request = make(tokens, **kwargs)
+    cached = compute(manager, request)
+    manager.free(request)
+    return cached
+
+
+def test_blocks_are_found_under_the_weights_that_computed_them():
+    manager = BlockManager([32, 32], block_size=4)
+    cached = []
+    for key in ("a", "b", "a", "c", "b"):
+        manager.switch_weights((key,))
+        cached.append(answered(manager, range(9)))
+        manager.confirm()
+    assert cached == [0, 0, 8, 0, 8]
+    manager.reset_prefix_cache()
+    assert answered(manager, range(9)) == 0
+
+
+def test_blocks_that_nobody_vouches_for_are_forgotten_at_a_switch():
+    manager = BlockManager([32], block_size=4)
+    manager.switch_weights(("a",))
+    answered(manager, range(9))
+    manager.confirm()
+    answered(manager, range(50, 59))  # perhaps computed after the weights were switched away and back
+    manager.switch_weights(("a",))
+    assert answered(manager, range(9)) == 8
+    assert answered(manager, range(50, 59)) == 0
+
+
+def test_requests_that_run_across_a_switch_register_nothing_until_they_are_admitted_anew():
+    manager = BlockManager([32], block_size=4)
+    manager.switch_weights(("a",))
+    running, waiting = make(range(9)), make(range(9))
+    compute(manager, running)
+    manager.confirm()
+    manager.find_prefix(waiting)  # and so it has hashes of its blocks already
+    manager.switch_weights(("b",))
+    for token in range(9, 20):
+        decode(manager, running, token)
+    assert compute(manager, waiting) == 0
+    assert answered(manager, range(20)) == 8  # what `waiting` computed, and no more
+    manager.free(running)
+    running.num_computed_tokens = 0  # as a preemption does
+    assert compute(manager, running) == 16
+    manager.switch_weights(("a",))
+    assert answered(manager, range(20)) == 8
+
+
+def test_users_keys_and_the_weights_both_count():
+    manager = BlockManager([32], block_size=4)
+    manager.switch_weights(("a",))
+    assert [answered(manager, range(9), extra_keys=keys) for keys in (("x",), ("y",), ("x",), ())] == [0, 0, 8, 0]

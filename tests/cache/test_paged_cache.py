@@ -164,7 +164,7 @@ def test_reset_frees_all_blocks_and_the_cache_starts_anew():
     forward(model, tokens_of(2, 100), cache)
     cache.reset()
     assert cache.num_blocks_held == 0 and cache.get_seq_length() == 0
-    assert cache.num_blocks == first and all(layer.key_blocks is None for layer in cache.layers)
+    assert cache.num_blocks == first and not any(layer.is_initialized for layer in cache.layers)
     again = forward(model, tokens_of(1, 9), cache)  # another number of rows
     torch.testing.assert_close(again, forward(model, tokens_of(1, 9), DynamicCache()), atol=1e-5, rtol=1e-5)
 
@@ -175,6 +175,40 @@ def test_another_number_of_rows_is_refused():
     forward(model, tokens_of(2, 4), cache)
     with pytest.raises(ConfigurationError, match="holds 2 rows but was given keys of 3"):
         forward(model, tokens_of(3, 1), cache)
+
+
+def test_keys_of_another_model_are_refused():
+    cache = PagedCache()
+    forward(tiny_model("llama"), tokens_of(1, 4), cache)
+    with pytest.raises(ConfigurationError, match=r"holds keys of 2 heads of 16 .* was given 2 heads of 24"):
+        forward(tiny_model("qwen3"), tokens_of(1, 1), cache)
+    with pytest.raises(ConfigurationError, match=r"torch.float32 .*torch.bfloat16"):
+        forward(tiny_model("llama", torch.bfloat16), tokens_of(1, 1), cache)
+
+
+def test_keys_that_a_user_reads_do_not_change_later():
+    model, cache = tiny_model("llama"), PagedCache()
+    forward(model, tokens_of(1, 9), cache)
+    keys = cache.layers[0].keys
+    before = keys.clone()
+    cache.crop(-4)
+    forward(model, tokens_of(1, 4, seed=1), cache)
+    assert torch.equal(keys, before) and not torch.equal(cache.layers[0].keys, before)
+
+
+def test_row_in_one_piece_is_read_without_a_copy():
+    cache = PagedCache(block_size=4)
+    new = torch.randn(1, 2, 300, 8)
+    with torch.no_grad():
+        for start in range(0, 300, 3):
+            keys, _ = cache.update(*[new[:, :, start : start + 3]] * 2, 0)
+            assert torch.equal(keys, new[:, :, : start + 3])
+        blocks = cache.layers[0].tables.store.layers[0][0]
+        assert keys.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr()
+        again, _ = cache.update(*[new[:, :, :1]] * 2, 0)
+    copied, _ = cache.update(*[new[:, :, :1]] * 2, 0)  # gradients may be wanted
+    assert again.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr()
+    assert copied.untyped_storage().data_ptr() != blocks.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("block_size", [0, -1, True, 1.5, None])
@@ -220,6 +254,23 @@ def test_gradients_flow_through_cached_keys():
         model(input_ids=tokens[:, :11], **{name: cache})
         model(input_ids=tokens[:, 11:], **{name: cache}).logits.square().mean().backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_of_queries_alone_survive_later_steps():
+    """Attention keeps its keys for the backward pass; a later token must not change them."""
+    tokens, gradients = tokens_of(1, 12), []
+    for make in (DynamicCache, PagedCache):
+        model = tiny_model("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        cache = make()
+        losses = [
+            model(input_ids=tokens[:, i : i + 4], **{cache_argument(model): cache}).logits.square().mean()
+            for i in range(0, 12, 4)
+        ]
+        sum(losses).backward()
+        gradients.append(model.model.layers[1].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-4)
 
 
