@@ -13,6 +13,7 @@ import torch
 from ..errors import InvalidEmbedsError, InvalidRequestError, InvalidTokenError, PromptTooLongError
 from .plan import EnginePlan
 from .request import Request, RequestExtras, RequestGroup
+from .sampling.features import SamplingFeatures
 from .sampling.params import SamplingParams
 
 _SEED_MASK = 2**64 - 1
@@ -187,6 +188,12 @@ def check_extras(extras: RequestExtras, prompt_length: int, model: Any, limits: 
     Raises:
         InvalidRequestError: If something is out of range; `InvalidEmbedsError` for embeddings of a wrong shape.
     """
+    if not isinstance(extras, RequestExtras):
+        raise InvalidRequestError(f"`extras` must be a RequestExtras, got {type(extras).__name__}.")
+    if extras.features is not None and not isinstance(extras.features, SamplingFeatures):
+        raise InvalidRequestError(
+            f"`extras.features` must be a SamplingFeatures or None, got {type(extras.features).__name__}."
+        )
     check_banned(extras.bad_words_ids, limits)
     if extras.prompt_embeds is not None:
         check_embeds(extras.prompt_embeds, prompt_length, model)

@@ -14,10 +14,10 @@ from ..errors import EngineError, NotSupportedError
 from .session import Session
 
 # What the loop passes to the model and the engine does not need: it knows its rows' positions itself, and computes
-# the logits of the last token only.
+# the logits of the last token only. (A tokenizer gets here on its way from `generate` to nowhere.)
 _KNOWN = frozenset(
     {"attention_mask", "cache", "past_key_values", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"}
-    | {"output_attentions", "output_hidden_states", "return_dict", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "use_cache", "tokenizer"}
 )
 
 
@@ -66,12 +66,16 @@ class EngineCache(Cache):
     Args:
         session (`Session`):
             The rows.
+        num_prompt_columns (`int`, defaults to 0):
+            Columns of the prompts. As long as they are not all there (`prefill_chunk_size`), nobody reads logits, and
+            the engine, which has chunks of its own, is not bothered.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, num_prompt_columns: int = 0):
         super().__init__(layers=[_ColumnCounter()])
         self.session = session
-        self._pending: list[list[int]] | None = None  # prompts, as long as some rows have nothing but padding
+        self._num_prompt_columns = num_prompt_columns
+        self._pending: list[list[int]] | None = None  # the beginnings of prompts that are not complete
         self._columns: list[list[int]] = []  # of each row's tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -114,15 +118,19 @@ class EngineCache(Cache):
         tokens = inputs.get("input_ids") if embeds is None else embeds
         assert isinstance(tokens, torch.Tensor), "Transformers' loop passes tokens or embeddings"
         batch, count = tokens.shape[:2]
-        mask = inputs.get("attention_mask")
-        real = torch.ones(batch, count, dtype=torch.bool) if mask is None else mask[:, -count:].bool().cpu()
         first = self.get_seq_length()
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape[1] < first + count:
+            raise NotSupportedError(f"The mask has {mask.shape[1]} columns, for {first + count} columns of tokens.")
+        # The first columns: a mask may be too wide after `token_healing`, and Transformers then reads it like this.
+        kept = slice(first, first + count)
+        real = torch.ones(batch, count, dtype=torch.bool) if mask is None else mask[:, kept].bool().cpu()
         if not self._columns:
             self._columns = [[] for _ in range(batch)]
         for columns, row in zip(self._columns, real, strict=True):
             columns += (row.nonzero().flatten() + first).tolist()
-        logits = self._compute(tokens, real, embeds is not None)
         self.layers[0].length += count  # type: ignore[attr-defined]
+        logits = self._compute(tokens, real, embeds is not None)
         hidden_states = self.session.hidden_states() if inputs.get("output_hidden_states") else None
         attentions = self.session.attentions() if inputs.get("output_attentions") else None
         return CausalLMOutputWithPast(
@@ -143,8 +151,8 @@ class EngineCache(Cache):
             return self.session.feed(rows)
         if self._pending is not None:
             rows = [before + row for before, row in zip(self._pending, rows, strict=True)]
-        if not all(rows):
-            # With `prefill_chunk_size` the first columns of a short row can be padding; nobody reads these logits.
+        is_partial = self.get_seq_length() < self._num_prompt_columns and not self.session.records
+        if is_partial or not all(rows):
             self._pending = rows
             return torch.zeros(len(rows), self.session.engine.limits.vocab_size, dtype=torch.float32)
         self._pending = None

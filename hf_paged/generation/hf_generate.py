@@ -13,13 +13,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .. import compat
 from ..cache.paged_cache import PagedCache
-from ..errors import InvalidRequestError
-from .admission import Limits, check_banned
+from .adapters import replaced_by_adapter
 from .answer import RequestState
 from .attention import IMPLEMENTATIONS
 from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
-from .model_state import replaced_by_adapter, training_obstacle
+from .hf_sampling import CustomParts, request_settings
+from .model_state import training_obstacle
 from .plan import EnginePlan
 from .request import RequestExtras
 from .sampling.params import SamplingParams
@@ -40,8 +40,8 @@ class GenerateCall:
             The column of each row's first token.
         params (`SamplingParams`):
             The same for all rows.
-        bad_words_ids (`tuple[tuple[int, ...], ...]`):
-            Token sequences that must not be generated.
+        extras (`RequestExtras`):
+            The same for all rows.
         pad_token_id (`int`):
             Fills rows that end early.
         return_dict (`bool`):
@@ -54,7 +54,7 @@ class GenerateCall:
     rows: list[list[int]]
     starts: list[int]
     params: SamplingParams
-    bad_words_ids: tuple[tuple[int, ...], ...]
+    extras: RequestExtras
     pad_token_id: int
     return_dict: bool
     streamer: Any = None
@@ -74,12 +74,13 @@ class GenerateCall:
         with engine.requests() as states:
             if self.streamer is not None:
                 self.streamer.put(self.input_ids.cpu())
+            extras = dataclasses.replace(self.extras, keep_kv=self.return_dict)
             for row in self.rows:
                 states.append(
                     engine.add_request(
                         row,
                         self.params,
-                        extras=RequestExtras(bad_words_ids=self.bad_words_ids, keep_kv=self.return_dict),
+                        extras=extras,
                         on_update=_ignore if self.streamer is not None else None,
                     )
                 )
@@ -234,8 +235,6 @@ def _make_call(
     if not bool(mask[:, -1].all()):
         return "the rows are padded on the right"  # Transformers continues after the padding, and warns
     padded = any(len(row) != length for row in rows)
-    if padded and config.repetition_penalty not in (None, 1.0):
-        return "`repetition_penalty` counts padding tokens in Transformers"
     config = model._prepare_generated_length(
         generation_config=config,
         has_default_max_length=open_lengths[0],
@@ -251,19 +250,20 @@ def _make_call(
     beyond = _beyond_limits(model.engine.plan, max(map(len, rows)), max_new_tokens, config.num_return_sequences or 1)
     if beyond is not None:
         return beyond
-    eos = config._eos_token_tensor
-    params = sampling_params(config, max_new_tokens, max((config.min_length or 0) - length, 0))
-    if eos is not None:
-        # As in Transformers, an end token outside the vocabulary is no error; it never comes.
-        vocab_size = model.engine.limits.vocab_size
-        params = params.replace(stop_token_ids=[int(token) for token in eos.tolist() if 0 <= token < vocab_size])
+    custom = CustomParts(tokenizer=model_kwargs.get("tokenizer"))
+    least = max((config.min_length or 0) - length, 0)
+    params, extras = request_settings(model, config, length, max_tokens=max_new_tokens, min_tokens=least, custom=custom)
+    if extras.logits_processor is not None or extras.stopping_criteria is not None:
+        return "processors or criteria of this call look at its rows together"
+    if padded and (extras.features is not None or extras.bad_words_ids or params.repetition_penalty != 1):
+        return "Transformers' processors look at padding too"
     pad = config._pad_token_tensor
     return GenerateCall(
         input_ids,
         rows,
         starts,
         params,
-        banned_sequences(config, eos, model.engine.limits),
+        extras,
         int(pad) if pad is not None else 0,
         bool(config.return_dict_in_generate),
         streamer,
@@ -280,58 +280,6 @@ def _beyond_limits(plan: EnginePlan, longest: int, max_new_tokens: int, num_answ
     if not plan.enable_chunked_prefill and longest > plan.max_num_batched_tokens:
         return f"{longest} prompt tokens exceed `max_num_batched_tokens` {plan.max_num_batched_tokens}, unchunked"
     return None
-
-
-def sampling_params(config: GenerationConfig, max_tokens: int, min_tokens: int) -> SamplingParams:
-    """Returns sampling parameters that do what a complete generation configuration says.
-
-    Args:
-        config (`GenerationConfig`):
-            With all defaults filled in.
-        max_tokens (`int`):
-            New tokens at most.
-        min_tokens (`int`):
-            New tokens at least.
-    """
-    sample = bool(config.do_sample)
-    if sample and config.top_k is not None and config.top_k < 0:
-        raise InvalidRequestError(f"`top_k` has to be a positive number, or 0 for all tokens, but is {config.top_k}.")
-    return SamplingParams(
-        n=config.num_return_sequences or 1,
-        temperature=float(config.temperature) if sample else 0.0,
-        top_k=1 if sample and config.top_p == 0 else (config.top_k or 0) if sample else 0,
-        top_p=float(min(config.top_p or 1.0, 1.0)) if sample else 1.0,
-        min_p=float(config.min_p or 0.0) if sample else 0.0,
-        repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
-        max_tokens=max_tokens,
-        min_tokens=min(min_tokens, max_tokens),
-        ignore_eos=True,  # the configuration's own end-of-sequence tokens are passed as stop tokens
-        detokenize=False,
-    )
-
-
-def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None, limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """Returns `bad_words_ids` without end-of-sequence tokens, which Transformers leaves out of them.
-
-    Args:
-        config (`GenerationConfig`):
-            With all defaults filled in.
-        eos (`torch.Tensor`, *optional*):
-            End-of-sequence tokens.
-        limits (`Limits`):
-            The vocabulary.
-
-    Raises:
-        InvalidRequestError: If it is not a list of lists of token ids.
-    """
-    words = config.bad_words_ids
-    if words is None:
-        return ()
-    if not isinstance(words, list) or not words or not all(isinstance(w, list) and w for w in words):
-        raise InvalidRequestError(f"`bad_words_ids` has to be a non-empty list of lists of token ids, but is {words}.")
-    check_banned(words, limits)
-    ends = set(eos.tolist()) if eos is not None else set()
-    return tuple(tuple(word) for word in words if not (len(word) == 1 and word[0] in ends))
 
 
 def lengths_open(model: Any, config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:

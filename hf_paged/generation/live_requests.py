@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cache.block_manager import BlockManager
 from ..errors import EngineError, NonFiniteLogitsError, StepFailedError
@@ -14,11 +14,15 @@ from .outputs import SamplerOutput, StepResult
 from .plan import EnginePlan
 from .policies import SchedulingPolicy
 from .request import FinishReason, Request, RequestStatus
+from .sampling.criteria import stops
 from .sampling.logprobs import prompt_logprobs
 from .sampling.sampler import Sampler
 from .scheduler import Scheduler, SchedulerConfig
 from .stats import EngineStats
 from .step import ScheduledRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +220,7 @@ class LiveRequests:
         result: StepResult,
         tokens_of: StepTokens,
         choice: SamplerOutput,
-        refused: Iterable[tuple[Request, NonFiniteLogitsError]],
+        refused: Iterable[tuple[Request, Exception]],
         read_kv: Callable[[str, int], Any],
     ) -> None:
         """A step has run: its tokens are appended, texts and log-probabilities follow, and everybody is told.
@@ -236,14 +240,15 @@ class LiveRequests:
                 Copies the K/V of a request's first tokens out of its blocks.
         """
         requests = tokens_of.requests
-        failed = set(choice.failed_rows)
+        failed = {*choice.failed_rows, *choice.errors}
         tokens = {
             request.request_id: token
             for row, (request, token) in enumerate(zip(requests, choice.token_ids, strict=True))
             if row not in failed
         }
         touched = {}
-        for request, error in [*refused, *((requests[row], _non_finite(requests[row])) for row in failed)]:
+        errors = {row: choice.errors.get(row) or _non_finite(requests[row]) for row in failed}
+        for request, error in [*refused, *((requests[row], error) for row, error in errors.items())]:
             self._fail(request, error)
             touched[id(request.group)] = _state_of(request)
         self._take_recorded(output, result)
@@ -255,12 +260,29 @@ class LiveRequests:
         for row, request in enumerate(requests):
             touched[id(request.group)] = _state_of(request)
             if request.error is None:
+                self._ask_criteria(request, choice.scores.get(row))
+            if request.error is None:
                 try:
                     self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
                 except Exception as error:
                     self._fail_text(request, error)
         for state in touched.values():
             self._settle(state)
+
+    def _ask_criteria(self, request: Request, scores: torch.Tensor | None) -> None:
+        """Keeps a token's scores, and ends the request if its caller's criteria say so, or raise."""
+        answer = _state_of(request).answers[request.branch]
+        if answer.scores is not None and scores is not None:
+            answer.scores.append(scores)
+        if request.is_finished or not request.extras.stopping_criteria:
+            return
+        try:
+            if stops(
+                request, tuple(row[None] for row in answer.scores) if answer.scores else None, self._sampler.device
+            ):
+                self.scheduler.finish(request, FinishReason.STOP)
+        except Exception as error:
+            self._fail(request, error)
 
     def _advance(self, request: Request, logprobs: Any, read_kv: Callable[[str, int], Any]) -> None:
         state = _state_of(request)

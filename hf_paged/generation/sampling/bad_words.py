@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request
-from .processors import Batch
+from .processors import Batch, ends_with
 
 
 class BadWords:
@@ -43,10 +42,8 @@ class BadWords:
                 `[requests, vocab_size]` float32, contiguous.
         """
         requests = self._batch.requests
-        banned = {row: _banned(requests[row], words) for row, words in self._words.items()}
+        banned = {
+            row: [word[-1] for word in words if ends_with(requests[row].token_ids, word[:-1])]
+            for row, words in self._words.items()
+        }
         scores.view(-1)[self._batch.positions(banned)] = -torch.inf
-
-
-def _banned(request: Request, words: list[tuple[int, ...]]) -> list[int]:
-    token_ids = request.token_ids
-    return [word[-1] for word in words if tuple(token_ids[len(token_ids) + 1 - len(word) :]) == tuple(word[:-1])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..request import Request
 from .processors import Batch
 from .token_counts import TokenCounts
 
@@ -31,7 +32,7 @@ class Penalties:
             factor = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             if factor != (1, 0, 0):
                 self._rows.append(row)
-                self._counts.append(_counts_of(batch, row))
+                self._counts.append(_counts_of(batch, request))
                 factors.append(factor)
         self._factors = np.array(factors, dtype=np.float32).reshape(-1, 3)
 
@@ -64,11 +65,6 @@ class Penalties:
         flat[index] = values - batch.tensor(frequency * times + presence * (times > 0))
 
 
-def _counts_of(batch: Batch, row: int) -> TokenCounts:
-    """Returns what is known of a request's tokens, starting anew if it is another request or needs more."""
-    request = batch.requests[row]
+def _counts_of(batch: Batch, request: Request) -> TokenCounts:
     with_prompt = request.params.repetition_penalty != 1
-    counts = batch.token_counts.get(request.request_id)
-    if counts is None or counts.request is not request or counts.with_prompt != with_prompt:
-        counts = batch.token_counts[request.request_id] = TokenCounts(request, with_prompt)
-    return counts
+    return batch.memory.recall(request, "token counts", lambda request: TokenCounts(request, with_prompt))

@@ -1,12 +1,14 @@
 """The list of score processors, in Transformers' order, and what they have in common.
 
 A processor is one file of this folder. It is built for a batch of requests, does nothing for those that do not use it,
-and is kept while the batch stays the same. All of them come before temperature, top-k, top-p and min-p.
+and is kept while the batch stays the same. All of them come before the callers' own processors (`row_processors`),
+which come before temperature, top-k, top-p, min-p and whatever else cuts by probability (`warpers`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -14,10 +16,11 @@ import numpy as np
 import torch
 
 from ..request import Request
-from .token_counts import TokenCounts
+from .features import SamplingFeatures
+from .memory import Memory
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """The requests that processors are built for.
 
@@ -28,14 +31,23 @@ class Batch:
             Columns of the scores. Token ids beyond it are ignored, as they cannot be generated.
         device (`torch.device`):
             Where the scores are.
-        token_counts (`dict[str, TokenCounts]`):
-            What is known of each request's tokens, by request id; outlives the batch.
+        memory (`Memory`):
+            What is kept of each request; outlives the batch.
     """
 
     requests: Sequence[Request]
     vocab_size: int
     device: torch.device
-    token_counts: dict[str, TokenCounts]
+    memory: Memory = dataclasses.field(default_factory=Memory)
+
+    @functools.cached_property
+    def features(self) -> list[tuple[int, Request, SamplingFeatures]]:
+        """Returns the row, the request and the features of those that have any."""
+        return [
+            (row, request, request.extras.features)
+            for row, request in enumerate(self.requests)
+            if request.extras.features is not None
+        ]
 
     def positions(self, token_ids: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """Returns the places of some tokens in the flattened scores.
@@ -88,3 +100,16 @@ class Processor(Protocol):
                 `[requests, vocab_size]` float32, contiguous.
         """
         ...
+
+
+def ends_with(token_ids: Sequence[int], sequence: Sequence[int]) -> bool:
+    """Returns whether the last of some tokens are a sequence.
+
+    Args:
+        token_ids (`Sequence[int]`):
+            The tokens.
+        sequence (`Sequence[int]`):
+            What they may end with; all of them end with an empty one.
+    """
+    start = len(token_ids) - len(sequence)
+    return start >= 0 and tuple(token_ids[start:]) == tuple(sequence)

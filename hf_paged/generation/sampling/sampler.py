@@ -14,17 +14,39 @@ from .bad_words import BadWords
 from .bitmask import apply_bitmask
 from .chunks import WIDE_CHUNK_SIZE, argmax_rows, chunk_maxima, wide_maxima
 from .draw import draw_candidates, draw_full
+from .forced_tokens import ForcedTokens
+from .invalid_values import InvalidValues
+from .length_decay import LengthDecay
 from .logit_bias import LogitBias
 from .logprobs import token_logprobs
+from .memory import Memory
 from .min_tokens import MinTokens
+from .ngrams import NoRepeatNGram
 from .penalties import Penalties
 from .processors import Batch, Processor
+from .prompt_penalty import PromptPenalty
 from .random import uniforms
-from .token_counts import TokenCounts
+from .row_processors import RowProcessors
+from .sequence_bias import SequenceBias
+from .suppressed_tokens import SuppressedTokens
 from .truncation import Truncation, truncate
+from .warpers import Warpers
 
 # In the order of Transformers' `_get_logits_processor`; what Transformers does not have follows its nearest relative.
-PROCESSORS: tuple[type[Processor], ...] = (LogitBias, Penalties, BadWords, MinTokens, AllowedTokenIds)
+PROCESSORS: tuple[type[Processor], ...] = (
+    LogitBias,
+    SequenceBias,
+    PromptPenalty,
+    Penalties,
+    NoRepeatNGram,
+    BadWords,
+    MinTokens,
+    AllowedTokenIds,
+    ForcedTokens,
+    InvalidValues,
+    LengthDecay,
+    SuppressedTokens,
+)
 
 
 class _Plan:
@@ -39,6 +61,12 @@ class _Plan:
         self.requests = list(batch.requests)
         self.vocab_size = batch.vocab_size
         self.processors = [processor(batch) for processor in PROCESSORS]
+        self.row_processors = RowProcessors(batch)
+        self.warpers = Warpers(batch)
+        # Not refused for what the model returned, only for what the processors made of it.
+        self.mendable = self.row_processors.rows + [
+            row for row, _, features in batch.features if features.remove_invalid_values
+        ]
         params = [request.params for request in batch.requests]
         self.greedy = np.array([p.greedy for p in params])
         self.all_greedy = bool(self.greedy.all())
@@ -49,11 +77,15 @@ class _Plan:
             min_p=np.array([p.min_p for p in params], dtype=np.float64),
         )
         settings = self.settings
+        for name, off in (("temperature", 1), ("top_k", 0), ("top_p", 1), ("min_p", 0)):
+            getattr(settings, name)[self.warpers.rows] = off  # they are done already when these are applied
         self.truncated = (settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0)
+        self.truncated[self.warpers.cut_rows] = True
         self.seeds = np.array([request.seed % 2**64 for request in batch.requests], dtype=np.uint64)
         self.branches = np.array([request.branch for request in batch.requests], dtype=np.uint64)
         self.logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
         self.num_logprobs = [params[row].logprobs for row in self.logprob_rows]
+        self.score_rows = [row for row, request in enumerate(batch.requests) if request.extras.scores]
 
     def fits(self, requests: Sequence[Request], vocab_size: int) -> bool:
         """Returns whether the plan was made for exactly these requests."""
@@ -81,7 +113,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._token_counts: dict[str, TokenCounts] = {}
+        self._memory = Memory()
         self._plan: _Plan | None = None
 
     def forget(self, request_id: str) -> None:
@@ -91,7 +123,7 @@ class Sampler:
             request_id (`str`):
                 Which request.
         """
-        self._token_counts.pop(request_id, None)
+        self._memory.forget(request_id)
         if self._plan is not None and any(request.request_id == request_id for request in self._plan.requests):
             self._plan = None
 
@@ -116,8 +148,9 @@ class Sampler:
                 `[requests, ceil(vocab_size / 32)]` int32, packed; only tokens whose bit is set may be chosen.
 
         Returns:
-            `SamplerOutput`: The tokens, log-probabilities for the requests that want them, and the requests (by index)
-            whose logits had NaN, +inf or nothing but -inf, before or after processing.
+            `SamplerOutput`: The tokens, log-probabilities and processed scores for the requests that want them, the
+            requests (by index) whose logits had NaN, +inf or nothing but -inf, before or after processing, and those
+            whose own processors raised.
         """
         if not requests:
             return SamplerOutput([])
@@ -125,19 +158,21 @@ class Sampler:
         assert logits.shape[1] >= self.vocab_size, f"logits of {logits.shape[1]} columns, need {self.vocab_size}"
         plan = self._plan_for(requests, logits.shape[1])
         raw = _select(logits, rows)
-        scores, failed = _process(raw, plan, bitmask)
+        scores, failed, errors = _process(raw, plan, bitmask)
         maxima = wide_maxima(scores) if plan.all_greedy else chunk_maxima(scores)
         best = maxima.amax(dim=1)
-        failed |= ~torch.isfinite(best).cpu().numpy()
+        failed |= _unusable(best, plan, scores is not raw)
+        failed[list(errors)] = True
         token_ids = _choose(scores, maxima, best, plan, ~failed)
         token_ids[failed] = 0
         chosen = token_ids.tolist()
         logprobs = _logprobs(raw, chosen, plan, failed) if plan.logprob_rows else None
-        return SamplerOutput(chosen, logprobs, np.flatnonzero(failed).tolist())
+        failed[list(errors)] = False
+        return SamplerOutput(chosen, logprobs, np.flatnonzero(failed).tolist(), errors, _scores(scores, plan))
 
     def _plan_for(self, requests: Sequence[Request], vocab_size: int) -> _Plan:
         if self._plan is None or not self._plan.fits(requests, vocab_size):
-            self._plan = _Plan(Batch(tuple(requests), vocab_size, self.device, self._token_counts))
+            self._plan = _Plan(Batch(tuple(requests), vocab_size, self.device, self._memory))
         return self._plan
 
 
@@ -155,18 +190,43 @@ def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _process(raw: torch.Tensor, plan: _Plan, bitmask: torch.Tensor | None) -> tuple[torch.Tensor, np.ndarray]:
-    """Applies the processors that do something in this step to a copy; returns the logits themselves if none does."""
+def _process(
+    raw: torch.Tensor, plan: _Plan, bitmask: torch.Tensor | None
+) -> tuple[torch.Tensor, np.ndarray, dict[int, Exception]]:
+    """Applies what does something in this step to a copy; returns the logits themselves if nothing does.
+
+    The rows that cannot be used and the errors of callers' processors come with it.
+    """
     active = [processor for processor in plan.processors if processor.is_active()]
-    if not active and bitmask is None:
-        return raw, np.zeros(len(raw), dtype=bool)
+    by_row, warpers = plan.row_processors, plan.warpers
+    if not active and bitmask is None and not by_row.is_active() and not warpers.is_active():
+        return raw, np.zeros(len(raw), dtype=bool), {}
     scores = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     failed = ~torch.isfinite(scores.amax(dim=1)).cpu().numpy()
+    failed[plan.mendable] = False
     for processor in active:
         processor.apply(scores)
     if bitmask is not None:
         apply_bitmask(scores, bitmask)
-    return scores, failed
+    errors = by_row.apply(scores) if by_row.is_active() else {}
+    if warpers.is_active():
+        warpers.apply(scores)
+    return scores, failed, errors
+
+
+def _unusable(best: torch.Tensor, plan: _Plan, processed: bool) -> np.ndarray:
+    """Returns the rows whose best score leaves no token to choose."""
+    values = best.cpu().numpy() if best.dtype == torch.float32 else best.float().cpu().numpy()
+    # A processor may force a token by an infinite score, as long as no probability is asked for.
+    return ~np.isfinite(values) & ~((values == np.inf) & plan.greedy & processed)
+
+
+def _scores(scores: torch.Tensor, plan: _Plan) -> dict[int, torch.Tensor]:
+    """Copies the rows of those who want them: normal tensors, which may be changed outside inference mode too."""
+    if not plan.score_rows:
+        return {}
+    with torch.inference_mode(False), torch.no_grad():
+        return {row: scores[row].to(torch.float32, copy=True) for row in plan.score_rows}
 
 
 def _choose(

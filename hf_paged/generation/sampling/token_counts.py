@@ -5,29 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from ..request import Request
+from .memory import TokenReader
 
-_TAIL = 16
 
-
-class TokenCounts:
+class TokenCounts(TokenReader):
     """The different tokens of one request.
 
     Args:
         request (`Request`):
-            The request. Its tokens may grow, and its last tokens may be taken back (the last 16 that were seen are
-            compared, and all is counted again if they differ).
+            The request.
         with_prompt (`bool`):
             Whether tokens that only the prompt holds are listed.
     """
 
     def __init__(self, request: Request, with_prompt: bool):
-        self.request = request
         self.with_prompt = with_prompt
-        self._reset()
+        super().__init__(request)
 
-    def _reset(self) -> None:
-        self._num_seen = 0 if self.with_prompt else self.request.num_prompt_tokens
-        self._tail: list[int] = []
+    def clear(self) -> None:
+        """Forgets all tokens."""
         self._places: dict[int, int] = {}
         self._token_ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
@@ -42,21 +38,20 @@ class TokenCounts:
         """Returns how often each was generated (0: prompt only), `[n]` float32; a view, valid until the next update."""
         return self._counts[: len(self._places)]
 
-    def update(self) -> None:
-        """Takes in the tokens that the request got since the last time."""
-        token_ids = self.request.token_ids
-        if token_ids[max(self._num_seen - len(self._tail), 0) : self._num_seen] != self._tail:
-            self._reset()
-        num_prompt = self.request.num_prompt_tokens
-        for index in range(self._num_seen, len(token_ids)):
-            self._add(token_ids[index], 1 if index >= num_prompt else 0)
-        self._num_seen = len(token_ids)
-        self._tail = token_ids[-_TAIL:]
+    def read(self, index: int) -> None:
+        """Counts a token.
 
-    def _add(self, token_id: int, count: int) -> None:
+        Args:
+            index (`int`):
+                Its place among the request's tokens.
+        """
+        is_answer = index >= self.request.num_prompt_tokens
+        if not is_answer and not self.with_prompt:
+            return
+        token_id = self.request.token_ids[index]
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._token_ids):
             self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._token_ids[place] = token_id
-        self._counts[place] += count
+        self._counts[place] += is_answer

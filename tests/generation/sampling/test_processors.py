@@ -36,9 +36,9 @@ def make_request(prompt, output=(), *, bad_words_ids=(), stop_token_ids=EOS, req
     return request
 
 
-def processed(scores, requests, counts=None):
+def processed(scores, requests):
     scores = scores.clone()
-    batch = Batch(requests, scores.shape[1], scores.device, {} if counts is None else counts)
+    batch = Batch(requests, scores.shape[1], scores.device)
     for processor in (cls(batch) for cls in PROCESSORS):
         if processor.is_active():
             processor.apply(scores)

@@ -174,10 +174,10 @@ def test_state_is_forgotten():
     sampler = Sampler(1000)
     request = make_request(0, repetition_penalty=1.5, temperature=0)
     sampler.sample(torch.randn(1, 1000), [request], [0])
-    assert sampler._token_counts and sampler._plan
+    assert sampler._memory and sampler._plan
     sampler.forget("request-0")
     sampler.forget("unknown")
-    assert not sampler._token_counts and not sampler._plan
+    assert not sampler._memory and not sampler._plan
 
 
 def test_another_request_with_the_same_id_starts_anew():
