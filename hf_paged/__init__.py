@@ -14,24 +14,29 @@ _EXPORTS = {
     "Engine": ".generation.engine",
     "EnginePlan": ".generation.plan",
     "GenerationOutput": ".generation.outputs",
+    "GenerationStatus": ".generation.outputs",
+    "HiddenStatesWanted": ".generation.request",
     "LLM": ".llm",
     "Logprob": ".generation.outputs",
     "PagedCache": ".cache.paged_cache",
     "PagedConfig": ".configuration",
     "PagedGenerationMixin": ".generation.mixin",
+    "RequestExtras": ".generation.request",
     "RequestOutput": ".generation.outputs",
     "SamplingParams": ".generation.sampling.params",
     "errors": ".errors",
+    "pipeline": ".pipelines",
 }
 _ERRORS = (
     "AttentionBypassedError",
+    "CacheFileError",
     "ConfigurationError",
     "EngineClosedError",
     "EngineError",
     "HfPagedError",
+    "InvalidEmbedsError",
     "InvalidRequestError",
     "InvalidTokenError",
-    "MissingDependencyError",
     "MissingDependencyError",
     "NonFiniteLogitsError",
     "NotEnoughMemoryError",
@@ -39,6 +44,7 @@ _ERRORS = (
     "PromptTooLongError",
     "QueueFullError",
     "RequestAbortedError",
+    "RowFailedError",
     "StepFailedError",
     "UnknownNameError",
     "UnsupportedAttentionError",
@@ -60,11 +66,15 @@ if TYPE_CHECKING:
     from .generation.mixin import PagedGenerationMixin as PagedGenerationMixin
     from .generation.outputs import CompletionOutput as CompletionOutput
     from .generation.outputs import GenerationOutput as GenerationOutput
+    from .generation.outputs import GenerationStatus as GenerationStatus
     from .generation.outputs import Logprob as Logprob
     from .generation.outputs import RequestOutput as RequestOutput
     from .generation.plan import EnginePlan as EnginePlan
+    from .generation.request import HiddenStatesWanted as HiddenStatesWanted
+    from .generation.request import RequestExtras as RequestExtras
     from .generation.sampling.params import SamplingParams as SamplingParams
     from .llm import LLM as LLM
+    from .pipelines import pipeline as pipeline
 
 
 def __getattr__(name: str) -> Any:
