@@ -1,7 +1,10 @@
-"""Tiny models on a paged engine, and how much an engine still holds."""
+"""Tiny models on a paged engine, how they are broken, and how much an engine still holds."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from hf_paged import AutoPagedModelForCausalLM, PagedConfig
@@ -26,3 +29,22 @@ def assert_idle(engine: Any) -> None:
     assert not engine.has_unfinished
     assert not engine.live.scheduler.requests
     assert engine.live.block_manager.num_blocks_held == 0
+
+
+@contextlib.contextmanager
+def broken_forward(model: Any, what: Any, at: int = 1, times: int = 1) -> Iterator[None]:
+    """The model's forward raises, or does, something in some of its calls."""
+    forward, calls = type(model).forward, itertools.count(1)
+
+    def broken(self, *args, **kwargs):
+        if at <= next(calls) < at + times:
+            if isinstance(what, BaseException):
+                raise what
+            return what(lambda: forward(self, *args, **kwargs), kwargs)
+        return forward(self, *args, **kwargs)
+
+    type(model).forward = broken
+    try:
+        yield
+    finally:
+        type(model).forward = forward

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
 import json
 import logging
-import multiprocessing
-import os
-import pickle
 import subprocess
 import sys
 import threading
-import weakref
 
-import psutil
 import pytest
 import torch
 import transformers
@@ -34,7 +26,7 @@ from hf_paged import (
     UnsupportedModelError,
 )
 from tests.families import OTHER_FAMILIES, greedy, tiny_model
-from tests.paged_models import assert_idle, paged
+from tests.paged_models import paged
 
 PROMPT = torch.tensor([[5, 17, 33, 8, 61, 90, 4]])
 MANY = [[7 * i % 190 + 1 for i in range(n)] for n in (3, 20, 33, 50)]
@@ -187,35 +179,6 @@ def test_dropout_of_a_model_in_training_mode_is_not_dropped_silently():
     assert answer(model.eval()) == answer(stock.eval()) != texts[0]
 
 
-# --------------------------------------------------------------------------------------- copies
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch"])
-def test_copies_are_paged_models_without_the_pool(how):
-    model = paged(num_blocks=3000, block_size=16)
-    expected = answer(model)
-    size = sum(p.numel() * 4 for p in model.parameters())
-    assert model.engine.plan.pool_bytes > 5 * size
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    elif how == "pickle":
-        data = pickle.dumps(model)
-        assert len(data) < size + 200_000
-        twin = pickle.loads(data)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        assert file.tell() < size + 200_000
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    assert isinstance(twin, PagedGenerationMixin) and isinstance(twin, LlamaForCausalLM)
-    assert answer(twin) == expected
-    assert twin.engine is not model.engine and twin.engine.plan == model.engine.plan
-    with torch.no_grad():
-        twin.lm_head.weight.zero_()
-    assert answer(model) == expected
-
-
 # --------------------------------------------------------------------------------------- other attention, and back
 
 
@@ -278,91 +241,6 @@ def test_vocabulary_that_grows_is_noticed():
     assert torch.equal(model.generate(prompt, max_new_tokens=6), stock.generate(prompt, max_new_tokens=6))
     with pytest.raises(hf_paged.InvalidTokenError, match="vocabulary of 210"):
         model.generate(prompt + 5, max_new_tokens=6)
-
-
-# --------------------------------------------------------------------------------------- adapters
-
-
-def lora(model, seed: int = 0, **kwargs):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    return get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **kwargs)
-    )
-
-
-@pytest.mark.parametrize("paged_first", [True, False])
-def test_adapters_before_and_after_paging(paged_first):
-    expected = answer(lora(tiny_model("llama")))
-    assert expected != answer(tiny_model("llama"))
-    model = lora(paged()) if paged_first else AutoPagedModelForCausalLM.from_model(lora(tiny_model("llama")))
-    assert "PeftModel" in type(model).__name__
-    assert answer(model) == expected
-    assert model.get_base_model().engine.stats().num_generated_tokens == 8
-
-
-def test_switching_merging_and_disabling_adapters_never_reuses_their_keys():
-    """vllm-project/vllm#30931: K/V computed under one adapter must not be found under another."""
-    base, model = tiny_model("llama"), lora(paged(block_size=2))
-    reference = lora(tiny_model("llama"))
-    for each in (reference, model):
-        from peft import LoraConfig
-
-        torch.manual_seed(9)
-        each.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    seen = []
-    for _ in range(2):
-        for name in ("default", "other"):
-            for each in (reference, model):
-                each.set_adapter(name)
-            seen.append(answer(model))
-            assert seen[-1] == answer(reference)
-        with model.disable_adapter():
-            seen.append(answer(model))
-        assert seen[-1] == answer(base)
-    assert len({tuple(text) for text in seen}) == 3
-    for each in (reference, model):
-        each.set_adapter("default")
-        each.merge_adapter()
-    assert answer(model) == answer(reference)
-    for each in (reference, model):
-        each.unmerge_adapter()
-        for module in each.modules():
-            if hasattr(module, "set_scale"):
-                module.set_scale("default", 3.0)
-    assert answer(model) == answer(reference) != seen[0]
-
-
-def test_adapter_is_trained_and_the_engine_follows():
-    model, reference = lora(paged(block_size=2)), lora(tiny_model("llama"))
-    before = answer(model)
-    for each in (model, reference):
-        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0)
-        each(input_ids=PROMPT, labels=PROMPT).loss.backward()
-        optimizer.step()
-    assert answer(model) == answer(reference) != before
-
-
-def test_adapters_per_row_go_through_transformers_loop():
-    prompts = PROMPT.repeat(2, 1)
-    answers = []
-    for model in (lora(tiny_model("llama")).eval(), lora(paged()).eval()):
-        answers.append(model.generate(prompts, max_new_tokens=8, adapter_names=["default", "__base__"]))
-    assert torch.equal(answers[0], answers[1])
-
-
-def test_soft_prompts_go_through_transformers_loop():
-    from peft import PromptTuningConfig, TaskType, get_peft_model
-
-    answers = []
-    for model in (tiny_model("llama"), paged()):
-        torch.manual_seed(0)
-        tuned = get_peft_model(model, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
-        with torch.no_grad():
-            tuned.prompt_encoder.default.embedding.weight.normal_(std=2.0)
-        answers.append(tuned.generate(input_ids=PROMPT, max_new_tokens=8))
-    assert torch.equal(answers[0], answers[1])
 
 
 # --------------------------------------------------------------------------------------- what it does not run
@@ -508,109 +386,6 @@ def test_every_public_name_resolves():
     assert errors <= set(hf_paged.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         hf_paged.Nonsense  # noqa: B018 - the attribute raises
-
-
-# --------------------------------------------------------------------------------------- memory and processes
-
-
-def resident() -> int:
-    gc.collect()
-    return psutil.Process().memory_info().rss
-
-
-def test_models_that_are_dropped_leave_nothing_behind():
-    """vllm-project/vllm#1908: deleting the engine did not free its memory."""
-    references = []
-
-    def use_one() -> None:
-        model = paged(num_blocks=4096)  # 16 MiB, all of it written below
-        for keys in (model.generate(PROMPT, max_new_tokens=2), *model.engine._loop.runner.pools[0]._slabs):
-            keys.add_(0)
-        assert model.engine.plan.pool_bytes >= 16 << 20
-        references.append(weakref.ref(model))
-        references.append(weakref.ref(model.engine))
-        references.append(weakref.ref(model.engine._loop.runner))
-
-    for _ in range(3):
-        use_one()
-    before = resident()
-    for _ in range(17):
-        use_one()
-    assert resident() - before < 32 << 20  # two pools, of seventeen
-    assert [reference for reference in references if reference() is not None] == []
-
-
-@pytest.mark.parametrize("how", ["del", "close", "release", "sleep", "unpaged"])
-def test_pool_is_freed(how):
-    """vllm-project/vllm#3281: release an engine's memory and load another model."""
-    model = paged(num_blocks=16384)
-    model.generate(PROMPT, max_new_tokens=2)
-    engine = model.engine
-    for slab in engine._loop.runner.pools[0]._slabs:
-        slab.add_(0)
-    del slab
-    before = resident()
-    if how == "del":
-        del model, engine
-    elif how == "unpaged":
-        model.unpaged()
-    else:
-        getattr(engine, how)()
-    assert before - resident() > 48 << 20  # of 64 MiB
-    if how == "release":
-        assert answer(model) == answer(tiny_model("llama"))
-
-
-def test_engine_of_a_deleted_model_says_so():
-    engine = paged().engine
-    gc.collect()
-    with pytest.raises(EngineClosedError, match="model was deleted"):
-        engine.generate(MANY)
-
-
-def test_two_engines_side_by_side():
-    models = [paged("llama"), paged("mistral", block_size=8), paged("llama", num_blocks=6)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with models[0].engine.requests() as first, models[1].engine.requests() as second:
-        first += [models[0].engine.add_request(prompt, params) for prompt in MANY]
-        second += [models[1].engine.add_request(prompt, params) for prompt in MANY]
-        while models[0].engine.has_unfinished or models[1].engine.has_unfinished:
-            for model in models[:2]:
-                if model.engine.has_unfinished:
-                    model.engine.step()
-    third = models[2].engine.generate(MANY, params)
-    expected = {family: greedy(tiny_model(family), MANY, 12) for family in ("llama", "mistral")}
-    assert [state.output().outputs[0].token_ids for state in first] == expected["llama"]
-    assert [state.output().outputs[0].token_ids for state in second] == expected["mistral"]
-    assert [output.outputs[0].token_ids for output in third] == expected["llama"]
-    for model in models:
-        assert_idle(model.engine)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork is for Linux")
-def test_engine_does_not_survive_a_fork():
-    model = paged()
-    expected = answer(model)
-
-    def child(connection) -> None:
-        seen = []
-        for call in (lambda: model.generate(PROMPT), lambda: model.generate_batch([[1]]), model.engine.step):
-            try:
-                call()
-                seen.append("no error")
-            except EngineClosedError as error:
-                seen.append(str(error))
-        connection.send(seen)
-        os._exit(0)
-
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=child, args=(there,))
-    process.start()
-    assert here.poll(30)
-    seen = here.recv()
-    process.join()
-    assert len(seen) == 3 and all("does not survive a fork" in message for message in seen)
-    assert answer(model) == expected
 
 
 def test_isinstance_of_the_base_class_and_auto_class_mapping():

@@ -27,7 +27,16 @@ from ..errors import (
 )
 from ..kernels import describe_backends, select_backend
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
-from .admission import Limits, bad_words_ids, check_extras, check_params, check_prompt, check_room, make_group
+from .admission import (
+    Limits,
+    bad_words_ids,
+    check_extras,
+    check_params,
+    check_prompt,
+    check_room,
+    make_group,
+    with_end_of,
+)
 from .answer import RequestState
 from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
@@ -71,7 +80,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, config: PagedConfig | None = None, *, tokenizer: Any = None):
         self.config = config or PagedConfig()
         self.tokenizer = tokenizer
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model, lambda _: self._loop.drop_runner())
         policy = SCHEDULING_POLICIES.get(self.config.scheduling_policy)
         inspect_configuration(model)
         with evaluating(model):
@@ -91,13 +100,12 @@ class Engine:
             )
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
-        self._loop = StepLoop(self.live, self.sampler, self._make_runner, self._watch_weights)
+        self._loop = StepLoop(self.live, self.sampler, self._make_runner, WeightWatch(model))
         self.sessions = OpenSessions()
         self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
         self._pid = os.getpid()
-        self._watch = WeightWatch(model)
 
     # ------------------------------------------------------------------ requests
 
@@ -156,7 +164,7 @@ class Engine:
         group = make_group(
             tokens,
             params,
-            _with_end_of(tokenizer, self.limits),
+            with_end_of(tokenizer, self.limits),
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,
@@ -515,15 +523,9 @@ class Engine:
         self.live.reset_stats()
 
     def weights_changed(self) -> None:
-        """Forgets all cached K/V, for weights that were written in a way that nothing shows (`weight.data.mul_(2)`).
-
-        Optimizers, `load_state_dict`, replaced weights and PEFT's adapters are noticed without it.
-        """
+        """Forgets all cached K/V, for weights that were written in a way that nothing shows: `weight.data.mul_(2)`."""
         with self._turns.lock:
             self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
-
-    def _watch_weights(self) -> None:
-        self._watch.guard(self.model, self.live.block_manager)
 
     def release(self) -> None:
         """Frees the pool; the next request makes it again.
@@ -538,7 +540,7 @@ class Engine:
                 raise EngineError(
                     f"{len(self.live.states)} requests are still running; abort them, or wait for them first."
                 )
-            self._loop.runner = None
+            self._loop.drop_runner()
             self.live.reset()
 
     def sleep(self) -> None:
@@ -595,11 +597,3 @@ class Engine:
             max_model_len=plan.max_model_len,
             tiled=plan.call_layout == "tiles",
         )
-
-
-def _with_end_of(tokenizer: Any, limits: Limits) -> Limits:
-    """The tokenizer's own end-of-sequence token ends a text too, as in vLLM: not every checkpoint names it twice."""
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if not isinstance(eos, int):
-        return limits
-    return dataclasses.replace(limits, eos_token_ids=limits.eos_token_ids | {eos})

@@ -11,6 +11,7 @@ from .live_requests import LiveRequests
 from .model_runner import ModelRunner
 from .request import FinishReason
 from .sampling.sampler import Sampler
+from .weights import WeightWatch
 
 
 class StepLoop:
@@ -23,8 +24,8 @@ class StepLoop:
             Chooses their tokens.
         make_runner (`Callable[[], ModelRunner]`):
             Makes the runner with its pool, when there is something to run.
-        watch_weights (`Callable[[], None]`):
-            Called before prefixes are looked up.
+        watch (`WeightWatch`):
+            Notices changes of the model's weights.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class StepLoop:
         live: LiveRequests,
         sampler: Sampler,
         make_runner: Callable[[], ModelRunner],
-        watch_weights: Callable[[], None],
+        watch: WeightWatch,
     ):
         self.live = live
         self.sampler = sampler
         self.runner: ModelRunner | None = None
         self.inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._make_runner = make_runner
-        self._watch_weights = watch_weights
+        self._watch = watch
 
     def step(self) -> bool:
         """Runs one step.
@@ -52,7 +53,7 @@ class StepLoop:
             live.scheduler.recover()
             self.drain_inbox()
             if live.scheduler.num_waiting:  # else nobody is admitted
-                self._watch_weights()
+                self._watch.guard(live.block_manager)
             output = live.scheduler.schedule()
         except BaseException as error:
             self._start_over(error)
@@ -78,6 +79,7 @@ class StepLoop:
             raise
         sampled = time.perf_counter()
         try:
+            self._watch.confirm(live.block_manager)
             live.collect(output, result, tokens, choice, refused, runner.read)
         except BaseException as error:
             self._start_over(error)
@@ -107,6 +109,10 @@ class StepLoop:
         if self.runner is None:
             self.runner = self._make_runner()
         return self.runner
+
+    def drop_runner(self) -> None:
+        """Frees the pool, at once."""
+        self.runner = None
 
     def forget_all(self, error: EngineError, reason: FinishReason) -> None:
         """Ends all requests and frees the pool, without asking the scheduler.

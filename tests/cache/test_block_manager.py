@@ -372,3 +372,84 @@ def test_users_keys_and_the_weights_both_count():
     manager = BlockManager([32], block_size=4)
     manager.switch_weights(("a",))
     assert [answered(manager, range(9), extra_keys=keys) for keys in (("x",), ("y",), ("x",), ())] == [0, 0, 8, 0]
+
+
+# --------------------------------------------------------------------------------------- reassigning
+
+
+def branches(manager: BlockManager, tokens, count: int) -> list[Request]:
+    """Requests with the same tokens and blocks."""
+    parent = make(tokens)
+    compute(manager, parent)
+    children = [make(tokens) for _ in range(count - 1)]
+    for child in children:
+        manager.fork(parent, child)
+        child.num_computed_tokens = parent.num_computed_tokens
+    return [parent, *children]
+
+
+def tables(manager: BlockManager, requests: list[Request]) -> list[list[int]]:
+    return [list(manager.block_table(request)[0]) for request in requests]
+
+
+@pytest.mark.parametrize("parents", itertools.product(range(3), repeat=3))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_reassigning_moves_tables_all_at_once(parents, groups):
+    manager = BlockManager([30] * groups, block_size=4)
+    requests = branches(manager, range(10), 3)
+    for place, request in enumerate(requests):
+        for token in range(5):
+            decode(manager, request, 100 * place + token)
+    before = tables(manager, requests)
+    manager.reassign([(requests[i], requests[parent]) for i, parent in enumerate(parents) if parent != i])
+    assert tables(manager, requests) == [before[parent] for parent in parents]
+    held = {block_id for table in tables(manager, requests) for block_id in table}
+    assert manager.num_blocks_held == len(held)
+    for group in range(groups):
+        for block_id in held if group == 0 else ():
+            owners = sum(block_id in table for table in tables(manager, requests))
+            assert manager.num_owners(group, block_id) == owners
+    for request in requests:
+        manager.free(request)
+    assert manager.num_blocks_held == 0
+    assert all(pool.num_free == pool.num_blocks for pool in manager.pools)
+
+
+def test_who_writes_into_a_reassigned_block_copies_it_and_the_last_keeps_it():
+    manager = BlockManager([30], block_size=4)
+    first, second, third = branches(manager, range(10), 3)
+    decode(manager, first, 50)
+    manager.reassign([(second, first), (third, first)])
+    for request in (second, third):
+        request.token_ids[:] = list(first.token_ids)
+        request.num_computed_tokens = first.num_computed_tokens
+    shared = manager.block_table(first)[0][2]
+    copied = []
+    for token, request in enumerate((first, second, third)):
+        request.token_ids.append(token)
+        allocation = manager.allocate_slots(request, 1)
+        copied.append([source for source, _ in allocation.block_copies])
+        manager.commit(request)
+        request.num_computed_tokens += 1
+    assert copied == [[shared], [shared], []]
+    assert manager.block_table(third)[0][2] == shared
+    assert len({manager.block_table(request)[0][2] for request in (first, second, third)}) == 3
+
+
+def test_blocks_that_nobody_continues_can_be_found_until_they_are_used_again():
+    manager = BlockManager([30], block_size=4)
+    first, second = branches(manager, range(10), 2)
+    for token in range(8):
+        decode(manager, second, token + 100)
+    lost = make(second.token_ids)
+    manager.reassign([(second, first)])
+    assert manager.find_prefix(lost).num_tokens == 16
+
+
+def test_reassigning_in_the_middle_of_a_step_is_our_own_mistake():
+    manager = BlockManager([30], block_size=4)
+    first, second = branches(manager, range(10), 2)
+    first.token_ids.append(5)
+    manager.allocate_slots(first, 1)
+    with pytest.raises(AssertionError, match="is part of a step"):
+        manager.reassign([(second, first)])

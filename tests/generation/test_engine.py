@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
-import time
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from hf_paged import (
 )
 from tests.conftest import random_prompts
 from tests.families import greedy, tiny_model
-from tests.paged_models import assert_idle, paged, paged_engine
+from tests.paged_models import assert_idle, broken_forward, paged, paged_engine
 
 VOCAB = 199
 PROMPTS = random_prompts(10, VOCAB, seed=1)
@@ -63,25 +60,6 @@ def model(shared, expected):
 @pytest.fixture
 def engine(model):
     return model.engine
-
-
-@contextlib.contextmanager
-def broken_forward(model, what, at: int = 1, times: int = 1):
-    """The model's forward raises, or does, something in some of its calls."""
-    forward, calls = type(model).forward, itertools.count(1)
-
-    def broken(self, *args, **kwargs):
-        if at <= next(calls) < at + times:
-            if isinstance(what, BaseException):
-                raise what
-            return what(lambda: forward(self, *args, **kwargs), kwargs)
-        return forward(self, *args, **kwargs)
-
-    type(model).forward = broken
-    try:
-        yield
-    finally:
-        type(model).forward = forward
 
 
 # --------------------------------------------------------------------------------------- failing
@@ -254,73 +232,6 @@ def test_leaving_a_call_early_ends_its_requests(engine):
         raise LookupError
     assert all(state.finished for state in states)
     assert {answer.finish_reason for state in states for answer in state.output().outputs} <= {"abort", "length"}
-
-
-# --------------------------------------------------------------------------------------- threads
-
-
-def run_in_threads(*calls) -> list:
-    results: list = [None] * len(calls)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:  # handed to the test
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a call hangs"
-    return results
-
-
-def test_calls_from_several_threads_overlap_and_equal_single_ones(model, engine, stock):
-    engine.reset_stats()
-    long = greedy(stock, PROMPTS[:4], 24)
-    calls = [lambda i=i: tokens(engine.generate([PROMPTS[i]], params(24)))[0] for i in range(2)]
-    calls.append(lambda: model.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=24)[0, len(PROMPTS[2]) :].tolist())
-    calls.append(
-        lambda: model.generate_batch([PROMPTS[3]], max_new_tokens=24, progress_bar=False)["req_0"].generated_tokens
-    )
-    assert run_in_threads(*calls) == long
-    assert engine.stats().peak_running > 1
-
-
-def test_thread_whose_step_fails_does_not_stop_the_others(model, engine):
-    with broken_forward(model, RuntimeError("once"), at=4):
-        results = run_in_threads(*[lambda i=i: engine.generate([PROMPTS[i]], params(20)) for i in range(4)])
-    failed = [result for result in results if isinstance(result, StepFailedError)]
-    done = [result for result in results if isinstance(result, list)]
-    assert failed and len(failed) + len(done) == 4
-
-
-def test_closing_while_another_thread_runs_ends_its_call():
-    """run-llama/llama_index#12492: an engine must let go of its memory within the process."""
-    model = paged(block_size=8, num_blocks=100)
-    engine = model.engine
-    started = threading.Event()
-
-    def notify(forward, kwargs):
-        started.set()
-        time.sleep(0.02)
-        return forward()
-
-    def close():
-        assert started.wait(30)
-        engine.close()
-
-    with broken_forward(model, notify, at=3, times=400):
-        results = run_in_threads(
-            lambda: engine.generate(PROMPTS[:2], params(300, ignore_eos=True)),
-            lambda: engine.generate(PROMPTS[2:4], params(300, ignore_eos=True)),
-            close,
-        )
-    assert [type(result) for result in results] == [EngineClosedError, EngineClosedError, type(None)]
-    assert_idle(engine)
-    assert engine._loop.runner is None
 
 
 # --------------------------------------------------------------------------------------- life
@@ -546,49 +457,6 @@ def test_extra_keys_keep_requests_apart(engine):
         engine.wait(state)
         cached.append(state.output().num_cached_tokens)
     assert cached == [0, 0, 32, 0, 0, 0, 32]
-
-
-@pytest.mark.parametrize("how", ["in place", "replaced", "optimizer", "data"])
-def test_changed_weights_flush_the_prefix_cache(how):
-    """A cached prefix of the old weights would go on for ever in the new model's answers."""
-    model, fresh = paged(block_size=4), tiny_model("llama")
-    engine, prompt = model.engine, LONG[:21]
-    before = tokens(engine.generate([prompt], params()))
-    for each in (model, fresh):
-        weight = each.model.layers[0].self_attn.v_proj.weight
-        if how == "in place":
-            with torch.no_grad():
-                weight.mul_(-1)
-        elif how == "replaced":
-            each.model.layers[0].self_attn.v_proj.weight = torch.nn.Parameter(-weight.detach())
-        elif how == "optimizer":
-            weight.grad = 2 * weight.detach()
-            torch.optim.SGD([weight], lr=1.0).step()
-        else:
-            weight.data.mul_(-1)
-    if how == "data":  # no counter shows such a write, so it must be said
-        engine.weights_changed()
-    (output,) = engine.generate([prompt], params())
-    assert output.num_cached_tokens == 0
-    assert tokens([output]) == greedy(fresh, [prompt], 8) != before
-
-
-def test_weights_changed_under_a_running_request_do_not_poison_the_cache():
-    model, fresh = paged(block_size=4), tiny_model("llama")
-    engine, prompt = model.engine, LONG[:21]
-    with engine.requests() as states:
-        states.append(engine.add_request(prompt, params(20)))
-        for _ in range(5):
-            engine.step()
-        for each in (model, fresh):
-            with torch.no_grad():
-                each.model.layers[0].self_attn.v_proj.weight.mul_(-1)
-        states.append(engine.add_request(prompt, params()))
-        list(engine.as_finished(states))
-    assert states[1].output().num_cached_tokens == 0
-    answer = greedy(fresh, [prompt], 8)
-    assert tokens([states[1].output()]) == answer
-    assert tokens(engine.generate([prompt], params())) == answer
 
 
 # --------------------------------------------------------------------------------------- branches, preemption
