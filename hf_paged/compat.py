@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .errors import InvalidRequestError
 
 __all__ = [
     "AttentionInterface",
@@ -31,6 +35,8 @@ __all__ = [
     "mask_function",
     "model_output_cache_field",
     "output_cache",
+    "serve_command",
+    "served_through",
     "stock_attention",
 ]
 
@@ -190,3 +196,120 @@ def mask_function(name: str) -> Callable:
             `"sdpa"`, `"eager"`, ...
     """
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def serve_command() -> type | None:
+    """Returns the class behind `transformers serve`, or `None` where its packages are missing."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        return None
+    from transformers.cli.serve import Serve
+
+    return Serve
+
+
+@contextlib.contextmanager
+def served_through(page: Callable[[Any], Any], prepare: Callable[[Any], object]) -> Iterator[None]:
+    """Makes servers of `transformers serve` that are built meanwhile run models of ours.
+
+    Transformers' command gives its manager the sampling settings of the first request alone. Here each request brings
+    its own configuration and tokenizer; `init_continuous_batching` must return a manager that takes them.
+
+    Args:
+        page (`Callable[[PreTrainedModel], PreTrainedModel]`):
+            Makes a paged model of one that was loaded.
+        prepare (`Callable[[FastAPI], object]`):
+            Called with each server's application.
+    """
+    from transformers.cli.serving import model_manager, server, utils
+
+    class PagedModelManager(model_manager.ModelManager):
+        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+            return page(super()._load_model(*args, **kwargs))
+
+    build = server.build_server
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        app = build(*args, **kwargs)
+        prepare(app)
+        return app
+
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (model_manager, "ModelManager", PagedModelManager),
+            (utils, "GenerationState", _paged_generation_state()),
+            (server, "build_server", build_server),
+        ):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def _paged_generation_state() -> type:
+    from transformers.cli.serving import utils
+
+    class PagedGenerateManager(utils.CBGenerateManager):
+        def init_cb(self, model: Any, gen_config: Any) -> None:
+            super().init_cb(model, gen_config)
+            manager: Any = self._cb
+            self._cb = manager if isinstance(manager, _PerRequest) else _PerRequest(manager)  # type: ignore[assignment]
+
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with _PerRequest.settings(gen_config, processor):
+                return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with _PerRequest.settings(gen_config, processor):
+                return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+
+    class PagedGenerationState(utils.GenerationState):
+        def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+            refused = getattr(model, "_paged_refusal", None) is not None
+            return not refused and super().use_continuous_batching(model, modality)
+
+        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+            manager = super().get_manager(model_id, use_cb=use_cb)
+            if use_cb and not isinstance(manager, PagedGenerateManager):
+                manager = self._cb_manager = PagedGenerateManager(self._cb_config)
+            return manager
+
+    return PagedGenerationState
+
+
+class _PerRequest:
+    """A manager that gives each request of `transformers serve` the configuration that came with it."""
+
+    _settings: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("hf_paged_serve_settings")
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+
+    @classmethod
+    @contextlib.contextmanager
+    def settings(cls, generation_config: Any, processor: Any) -> Iterator[None]:
+        """What requests that are added meanwhile, by the calling task, bring along."""
+        if isinstance(generation_config.sequence_bias, dict):  # `logit_bias`, whose whole numbers JSON makes ints
+            bias = {tokens: float(value) for tokens, value in generation_config.sequence_bias.items()}
+            generation_config.sequence_bias = bias
+        tokenizer = getattr(processor, "tokenizer", processor)
+        token = cls._settings.set({"generation_config": generation_config, "tokenizer": tokenizer})
+        try:
+            yield
+        finally:
+            cls._settings.reset(token)
+
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._manager.add_request(*args, **{**self._settings.get(), **kwargs})
+        except ValueError as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(str(error)) from error  # what Transformers' processors say of a setting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)

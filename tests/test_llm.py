@@ -588,6 +588,11 @@ def test_layers_that_do_not_exist_are_named(llm, layers):
         run(llm, PROMPTS[0], hidden_states=HiddenStatesWanted(layers=layers))
 
 
+def test_no_layers_at_all_are_refused(llm):
+    with pytest.raises(InvalidRequestError, match="`hidden_states.layers` is empty"):
+        run(llm, PROMPTS[0], hidden_states=HiddenStatesWanted(layers=()))
+
+
 def test_prompt_embeddings_answer_as_their_tokens_do_and_share_nothing_with_others(llm):
     embed = llm.model.get_input_embeddings()
     long = TOKENS[2] * 20

@@ -10,6 +10,7 @@ from .bench import app as bench_app
 from .demo import demo
 from .info import info
 from .logs import send_logs_to_stderr
+from .transformers_serve import PASS_ON, transformers_serve
 
 app = typer.Typer(
     help="A paged K/V cache and continuous batching for Hugging Face Transformers models.",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench_app, name="bench")
 app.command()(info)
+app.command(context_settings=PASS_ON)(transformers_serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,11 +12,19 @@ def info(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A model folder or hub id.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights; auto is the checkpoint's own.")] = "auto",
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Print how each field and argument of `generate` is run, and no more.")
+    ] = False,
 ) -> None:
     """Print versions, the machine and the attention backends; with a MODEL, what its engine would do here."""
-    from ..tools.info import collect_info, describe_info
+    from ..tools.info import collect_coverage, collect_info, describe_coverage, describe_info
     from .logs import quiet_transformers
 
+    if generate and model is not None:
+        raise typer.BadParameter("--generate is the same for every model; leave out MODEL.")
     quiet_transformers()
+    if generate:
+        typer.echo(json_format.dumps(collect_coverage(), indent=2) if json else describe_coverage())
+        return
     found = collect_info(model, dtype)
     typer.echo(json_format.dumps(found, indent=2) if json else describe_info(found))

@@ -199,6 +199,8 @@ def check_extras(extras: RequestExtras, prompt_length: int, model: Any, limits: 
         check_embeds(extras.prompt_embeds, prompt_length, model)
     layers = extras.hidden_states.layers if extras.hidden_states is not None else None
     count = model.config.get_text_config(decoder=True).num_hidden_layers + 1
+    if layers is not None and not layers:
+        raise InvalidRequestError("`hidden_states.layers` is empty; name at least one, or give None for all layers.")
     for layer in layers or ():
         if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
             raise InvalidRequestError(

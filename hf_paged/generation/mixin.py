@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from .. import compat
 from ..configuration import PagedConfig
-from ..errors import NotSupportedError, UnsupportedAttentionError, UnsupportedModelError
+from ..errors import UnsupportedAttentionError, UnsupportedModelError
 from ..modeling.layer_groups import inspect_configuration
-from . import attention
+from . import assisted, attention
 from .batch import run_batch
+from .batching_settings import BatchingSettings, close_extra_engine
 from .engine import Engine
 from .engine_cache import EngineCache
 from .hf_generate import plan_generate
 from .loop_call import choose_cache, loop_call
+from .manager import ContinuousBatchingManager, take_kept_manager
 from .outputs import GenerationOutput
 
 logger = logging.getLogger(__name__)
@@ -29,6 +34,8 @@ logger = logging.getLogger(__name__)
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 _engines_lock = threading.RLock()
 _classes: dict[type, type] = {}
+if hasattr(os, "register_at_fork"):  # the thread that holds it may not exist in a forked process
+    os.register_at_fork(after_in_child=_engines_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class PagedGenerationMixin:
@@ -111,6 +118,10 @@ class PagedGenerationMixin:
         for name in ("input_ids", "attention_mask"):
             if name in kwargs:
                 kwargs[name] = _as_rows(kwargs[name])
+        if kwargs.get("cache_implementation") == "paged":
+            # Transformers would run its own continuous batching, which drops the attention mask.
+            logger.info("generate on a paged model is paged; `cache_implementation='paged'` changes nothing.")
+            del kwargs["cache_implementation"]
         special = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -149,12 +160,17 @@ class PagedGenerationMixin:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
+    @functools.wraps(GenerationMixin._assisted_decoding)
+    def _assisted_decoding(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with assisted.resumed(self, input_ids, kwargs):
+            return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the model: Transformers' own, but for the calls of a decoding loop whose rows are in the engine."""
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if isinstance(cache, EngineCache):
             return cache.forward(**kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **assisted.without_known_tokens(kwargs))  # type: ignore[misc]
 
     def generate_batch(
         self,
@@ -176,61 +192,118 @@ class PagedGenerationMixin:
             generation_config (`GenerationConfig` or `Sequence[GenerationConfig]`, *optional*):
                 One for all prompts, or one for each. Open fields come from `model.generation_config`, as in
                 `generate`; Transformers' own `generate_batch` does not stop at end-of-sequence tokens instead.
-            continuous_batching_config (`Any`, *optional*):
-                Settings of Transformers' own engine; only `None` is accepted, see `PagedConfig`.
+            continuous_batching_config (`ContinuousBatchingConfig`, *optional*):
+                Transformers' settings; what differs from the model's engine makes one more engine.
             record_timestamps (`bool`, defaults to `False`):
                 Whether results carry the time of each token.
             progress_bar (`bool`, defaults to `True`):
                 Whether to show one.
             persistent_manager (`bool`, defaults to `False`):
-                Accepted for Transformers' sake: the engine always stays.
+                Whether the pool of an engine that `continuous_batching_config` asked for stays; the model's own does.
             warmup (`bool`, defaults to `True`):
                 Accepted for Transformers' sake: there is nothing to warm up.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
-                For texts and chats.
+                For texts, chats and stop strings.
             kwargs (`Any`):
-                Fields of `GenerationConfig`, for all prompts.
+                Fields of `GenerationConfig`, and `logprobs`, `prompt_logprobs`, `hidden_states`, `scores`, `priority`,
+                `seed`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`, for all prompts.
 
         Returns:
             `dict[str, GenerationOutput]`: By request id, in input order.
 
         Raises:
             InvalidRequestError: If a prompt or a parameter is wrong; nothing is started.
-            NotSupportedError: If a field asks for something the engine does not run.
+            NotSupportedError: If a field asks for something that a batch cannot give.
         """
-        if continuous_batching_config is not None:
-            raise NotSupportedError(
-                "`continuous_batching_config` configures Transformers' own engine; pass a `PagedConfig` to "
-                "`from_pretrained(..., paged_config=)` instead."
+        own = self.generation_config if generation_config is None else generation_config  # type: ignore[attr-defined]
+        settings = BatchingSettings.of(continuous_batching_config or getattr(own, "continuous_batching_config", None))
+        try:
+            return run_batch(
+                self,
+                inputs,
+                generation_config,
+                settings,
+                progress_bar=progress_bar,
+                record_timestamps=record_timestamps,
+                kwargs=kwargs if tokenizer is None else {**kwargs, "tokenizer": tokenizer},
             )
-        return run_batch(
-            self,
-            inputs,
-            generation_config,
-            tokenizer=tokenizer,
-            progress_bar=progress_bar,
-            record_timestamps=record_timestamps,
-            **kwargs,
-        )
+        finally:
+            settings.let_go(self, keep_pool=persistent_manager)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Is not built yet.
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> ContinuousBatchingManager:
+        """Transformers' `init_continuous_batching`: a manager for requests that come and go.
 
         Args:
-            args (`Any`):
-                Ignored.
-            kwargs (`Any`):
-                Ignored.
+            generation_config (`GenerationConfig`, *optional*):
+                For requests that bring none; open fields come from `model.generation_config`.
+            continuous_batching_config (`ContinuousBatchingConfig`, *optional*):
+                Transformers' settings; what differs from the model's engine makes one more engine.
+            workload_hints (`WorkloadHints`, *optional*):
+                Accepted for Transformers' sake.
+
+        Returns:
+            `ContinuousBatchingManager`: Not started yet; or the one that was stopped with `keep_for_next_session`.
 
         Raises:
-            NotSupportedError: Always; `generate_batch` and `AsyncEngine` serve the same purposes.
+            UnsupportedModelError: If the paged engine cannot run this model.
         """
-        raise NotSupportedError(
-            "The manager of Transformers' continuous batching is not built yet on a paged model; use `generate_batch` "
-            "for many prompts, or `AsyncEngine` for requests that come and go."
-        )
+        kept = take_kept_manager(self)
+        if kept is not None:
+            logger.info("The manager of an earlier session is used again; its settings stay.")
+            return kept
+        return ContinuousBatchingManager(self, generation_config, continuous_batching_config, workload_hints)
 
-    continuous_batching_context_manager = init_continuous_batching
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(
+        self,
+        generation_config: GenerationConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: Any = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        workload_hints: Any = None,
+    ) -> Iterator[ContinuousBatchingManager]:
+        """Transformers' `continuous_batching_context_manager`: a manager that is started, and stopped at the end.
+
+        Args:
+            generation_config (`GenerationConfig`, *optional*):
+                As for `init_continuous_batching`.
+            block (`bool`, defaults to `True`):
+                Whether to wait for the manager's thread at the end.
+            timeout (`float`, *optional*):
+                Seconds to wait at most.
+            continuous_batching_config (`ContinuousBatchingConfig`, *optional*):
+                As for `init_continuous_batching`.
+            persistent_manager (`bool`, defaults to `False`):
+                Keep the pool and the manager for the next session.
+            warmup (`bool`, defaults to `True`):
+                Run two steps first.
+            workload_hints (`WorkloadHints`, *optional*):
+                Accepted for Transformers' sake.
+
+        Yields:
+            `ContinuousBatchingManager`: Running.
+        """
+        manager = self.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
+        if warmup and not manager.warmed_up:
+            manager.warmup()
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Ends the manager that was kept for the next session, if there is one, and frees its pool."""
+        manager = take_kept_manager(self)
+        if manager is not None:
+            manager.destroy()
 
     def unpaged(self) -> Any:
         """Closes the engine and gives back the model as it was before it was paged.
@@ -242,6 +315,7 @@ class PagedGenerationMixin:
             engine = _engines.pop(self, None)  # type: ignore[call-overload]
         if engine is not None:
             engine.close()
+        close_extra_engine(self)
         if self.config._attn_implementation in attention.IMPLEMENTATIONS:  # type: ignore[attr-defined]
             self.set_attn_implementation(self._paged_before)  # type: ignore[attr-defined]
         del self._paged_config, self._paged_refusal, self._paged_before
@@ -257,6 +331,7 @@ class PagedGenerationMixin:
                 engine = _engines.pop(self, None)  # type: ignore[call-overload]
             if engine is not None:
                 engine.close()  # the next use makes another
+            close_extra_engine(self)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple:

@@ -1,4 +1,4 @@
-"""`hf-paged info`: versions, the machine, the attention backends, and the plan of a model's engine."""
+"""`hf-paged info`: versions, the machine, the backends, a model's plan, and how `generate`'s arguments are run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import platform
 from typing import Any
 
 import torch
+import transformers
 
 from ..auto import AutoPagedModelForCausalLM
+from ..generation.coverage import Way, coverage
 from ..kernels.base import BACKENDS
 from ..kernels.selection import describe_backends
 from .bench.machine import Bandwidth, MachineInfo, machine_info, measure_bandwidth
@@ -54,6 +56,32 @@ def describe_info(found: dict[str, Any]) -> str:
     backends = [f"{name} ({why})" if why else name for name, why in found["backends"].items()]
     lines.append(f"attention backends {', '.join(backends)}")
     return "\n".join(lines + (["", found["plan_text"]] if "plan_text" in found else []))
+
+
+def collect_coverage() -> dict[str, Any]:
+    """Returns the names of each `Way` of the installed Transformers; `refused` says why."""
+    found: dict[str, Any] = {Way.ENGINE.value: [], Way.STOCK_LOOP.value: [], Way.REFUSED.value: {}}
+    for name, entry in coverage().items():
+        if entry.way is Way.REFUSED:
+            found[entry.way.value][name] = entry.how
+        else:
+            found[entry.way.value].append(name)
+    return found
+
+
+def describe_coverage() -> str:
+    """Returns a table for people: every field of `GenerationConfig` and argument of `generate`, and how it is run."""
+    entries = coverage()
+    width = max(map(len, entries))
+    lines = []
+    for way in Way:
+        mine = {name: entry for name, entry in entries.items() if entry.way is way}
+        lines += ["", f"{way.value} ({len(mine)})"]
+        lines += [
+            f"  {name:{width}}  {entry.how}" + (f" (with `{entry.needs[0]}`)" if len(entry.needs) == 1 else "")
+            for name, entry in mine.items()
+        ]
+    return "\n".join([f"Transformers {transformers.__version__}: {len(entries)} fields and arguments", *lines])
 
 
 def _version(package: str) -> str | None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from hf_paged import (
     GenerationOutput,
+    GenerationStatus,
+    HiddenStatesWanted,
     InvalidRequestError,
     InvalidTokenError,
     NotSupportedError,
     PromptTooLongError,
     StepFailedError,
 )
+from hf_paged.generation.batching_settings import BatchingSettings
 from tests.conftest import random_prompts
 from tests.families import greedy, tiny_model
 from tests.paged_models import assert_idle, paged
@@ -67,6 +80,25 @@ def test_result_fields_are_those_of_transformers():
     assert {name for name in names if not name.startswith("_")} <= {
         f.name for f in dataclasses.fields(GenerationOutput)
     }
+    from transformers.generation.continuous_batching import RequestStatus as TheirStatus
+
+    assert {status.name: status.value for status in TheirStatus} == {s.name: s.value for s in GenerationStatus}
+    assert GenerationStatus.FINISHED == TheirStatus.FINISHED
+    ours, theirs = GenerationOutput("a"), Theirs("a")
+    for name in ("prompt_ids", "generated_tokens", "logprobs", "error", "status", "lifespan", "timestamps"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_results_are_those_of_transformers_own_continuous_batching(model):
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, use_cache=False)
+    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, return_logprobs=True)
+    theirs = tiny_model("llama", vocab_size=VOCAB_SIZE).generate_batch(PROMPTS, config, batching, progress_bar=False)
+    ours = model.generate_batch(PROMPTS, config, batching, progress_bar=False)
+    assert list(ours) == list(theirs)
+    for mine, other in zip(ours.values(), theirs.values(), strict=True):
+        assert (mine.prompt_ids, mine.generated_tokens) == (other.prompt_ids, other.generated_tokens)
+        assert mine.status == other.status and mine.error == other.error
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 def test_prompts_of_all_lengths_in_input_order(model, stock):
@@ -76,7 +108,8 @@ def test_prompts_of_all_lengths_in_input_order(model, stock):
     assert answers(results) == greedy(stock, PROMPTS, 7)
     assert [result.request_id for result in results] == [f"req_{i}" for i in range(9)]
     for result in results:
-        assert result.is_finished() and result.status == "length" and result.error is None and result.logprobs == []
+        assert result.is_finished() and result.status is GenerationStatus.FINISHED and result.finish_reason == "length"
+        assert result.error is None and result.logprobs == []
         assert result.created_time <= result.lifespan[0] <= result.lifespan[1] and result.timestamps is None
 
 
@@ -129,7 +162,7 @@ def test_open_fields_come_from_the_models_configuration(model, stock):
         for result, answer in zip(results, expected, strict=True):
             places = [answer.index(end) + 1 for end in ends if end in answer]
             assert result.generated_tokens == answer[: min(places, default=9)]
-            assert result.status == ("stop" if places else "length")
+            assert result.finish_reason == ("stop" if places else "length")
     own = run(model, PROMPTS[:1], GenerationConfig(eos_token_id=VOCAB_SIZE - 1, max_new_tokens=6))
     assert answers(own) == [expected[0][:6]]
 
@@ -187,7 +220,8 @@ def test_sampling_with_all_processors_is_repeated_by_the_global_seed(model):
 
 def test_several_answers_to_a_prompt(model):
     results = run(model, PROMPTS[:2], do_sample=True, num_return_sequences=3, max_new_tokens=5)
-    assert [result.request_id for result in results] == [f"req_{i}_{j}" for i in range(2) for j in range(3)]
+    names = [f"req_{i}{child}" for i in range(2) for child in ("", "__child#0", "__child#1")]
+    assert [result.request_id for result in results] == names
     assert [result.prompt_ids for result in results] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
     assert len({tuple(answer) for answer in answers(results)}) > 3
 
@@ -243,20 +277,27 @@ def test_wrong_prompt_is_refused_before_anything_starts(model, stock, bad, error
         ([GenerationConfig()] * 3, {}, InvalidRequestError, "9 prompts were given 3 generation configurations"),
         ([{"max_new_tokens": 3}] * 9, {}, InvalidRequestError, "must hold GenerationConfigs, got dict"),
         ({"max_new_tokens": 3}, {}, InvalidRequestError, "`generation_config`"),
-        (None, {"num_beams": 3}, NotSupportedError, "`num_beams`"),
-        (GenerationConfig(no_repeat_ngram_size=2), {}, NotSupportedError, "`no_repeat_ngram_size`"),
-        (None, {"output_scores": True}, NotSupportedError, "`output_scores`"),
-        (None, {"use_cache": False}, NotSupportedError, "`use_cache`"),
-        (None, {"stop_strings": ["a"]}, NotSupportedError, "`stop_strings`"),
+        (None, {"output_attentions": True}, NotSupportedError, "`output_attentions`.*`generate`"),
+        (None, {"output_logits": True}, NotSupportedError, "`output_logits`"),
+        (None, {"force_words_ids": [[1]]}, NotSupportedError, "`force_words_ids`"),
+        (None, {"num_beams": 3, "scores": True}, NotSupportedError, "`scores`.*`num_beams` is set"),
+        (None, {"num_beams": 3, "seed": 3}, NotSupportedError, "`seed`.*`num_beams` is set"),
+        (None, {"inputs_embeds": torch.zeros(1, 2, 4)}, NotSupportedError, "`inputs_embeds`"),
+        (None, {"stop_strings": ["a"]}, ValueError, "tokenizer"),
+        (None, {"logits_processor": 3}, InvalidRequestError, "`logits_processor`"),
+        (None, {"hidden_states": 5}, InvalidRequestError, "`hidden_states` must be True, or a HiddenStatesWanted"),
+        (None, {"hidden_states": HiddenStatesWanted(layers=())}, InvalidRequestError, "names a layer"),
+        (None, {"logprobs": -1}, InvalidRequestError, "`logprobs`"),
+        (None, {"seed": "x"}, InvalidRequestError, "`seed`"),
         (None, {"max_new_tokns": 4}, ValueError, "max_new_tokns"),
-        (None, {"continuous_batching_config": object()}, NotSupportedError, "PagedConfig"),
+        (None, {"continuous_batching_config": object()}, InvalidRequestError, "PagedConfig"),
         (None, {"do_sample": True, "temperature": 0.0}, InvalidRequestError, "`temperature` must be positive"),
         (None, {"max_length": 3}, ValueError, "max_length"),
         (None, {"max_new_tokens": 0}, ValueError, "max_new_tokens|max_length"),
         (None, {"num_return_sequences": 5, "do_sample": True}, InvalidRequestError, "`n` is 5"),
         (None, {"num_return_sequences": 2}, ValueError, "num_return_sequences"),
         (None, {"bad_words_ids": [5]}, ValueError, "`bad_words_ids`"),
-        (None, {"repetition_penalty": -1.0}, ValueError, "`repetition_penalty`"),
+        (None, {"repetition_penalty": -1.0}, ValueError, "`penalty` has to be a strictly positive"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -280,7 +321,8 @@ def test_request_that_fails_says_why_and_the_others_are_answered(model, stock, m
     prompts = [[9, 8, 7], [9, 8, 42], [9, 7]]
     results = run(model, prompts, max_new_tokens=3)
     monkeypatch.undo()
-    assert [result.status for result in results] == ["length", "error", "length"]
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert [result.status.name for result in results] == ["FINISHED", "FAILED", "FINISHED"]
     assert "NaN" in results[1].error and results[1].generated_tokens == []
     assert [results[0].generated_tokens, results[2].generated_tokens] == greedy(stock, [prompts[0], prompts[2]], 3)
 
@@ -291,14 +333,187 @@ def test_step_that_fails_is_told_in_each_result(model, monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", broken)
     results = run(model, PROMPTS[:2], max_new_tokens=3)
-    assert [result.status for result in results] == ["error"] * 2
+    assert [result.status for result in results] == [GenerationStatus.FAILED] * 2
     assert all("a device fell off" in result.error for result in results)
     with pytest.raises(StepFailedError, match="a device fell off"):
         model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
 
 
-def test_transformers_manager_is_a_typed_not_yet(model):
-    with pytest.raises(NotSupportedError, match="`generate_batch`"):
-        model.init_continuous_batching()
-    with pytest.raises(NotSupportedError, match="`generate_batch`"):
-        model.continuous_batching_context_manager()
+def test_failures_are_logged_once(model, monkeypatch, caplog):
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("a device fell off")
+
+    monkeypatch.setattr(type(model), "forward", broken)
+    with caplog.at_level(logging.ERROR, logger="hf_paged"):
+        run(model, PROMPTS[:2], max_new_tokens=3)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "hf_paged.generation.batch"]
+    assert message.startswith("2 of 2 requests failed") and "a device fell off" in message
+
+
+def no_token_five(input_ids, scores):
+    scores = scores.clone()
+    scores[:, 5] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": True},
+        {"num_beams": 2, "no_repeat_ngram_size": 2, "eos_token_id": list(range(60, 90))},
+        {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(60))},
+        {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 7},
+        {"guidance_scale": 1.7},
+        {"prompt_lookup_num_tokens": 3},
+        {"stop_strings": ["on", "th"]},
+        {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6, 7 + len(tokens) % 3]},
+        {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6, 7 + len(tokens) % 3], "num_beams": 2},
+        {"logits_processor": LogitsProcessorList([no_token_five]), "forced_eos_token_id": 6},
+        {"stopping_criteria": [lambda ids, scores: ids[:, -1] % 3 == 0]},
+        {"use_cache": False, "cache_implementation": "static"},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_what_transformers_has_for_generate_works_in_a_batch(model, stock, settings):
+    """Each prompt alone through Transformers' `generate`, against all of them in one batch."""
+    prompts, tokenizer = PROMPTS[:4], tiny_tokenizer()
+    own = {"tokenizer": tokenizer} if "stop_strings" in settings else {}
+    theirs = {"pad_token_id": 0} | {
+        name: v for name, v in settings.items() if not name.endswith("cache_implementation")
+    }
+    if "stopping_criteria" in settings:
+        theirs["stopping_criteria"] = StoppingCriteriaList(settings["stopping_criteria"])
+    expected = []
+    for prompt in prompts:
+        ends = settings.get("eos_token_id", [])
+        for row in stock.generate(torch.tensor([prompt]), max_new_tokens=8, **theirs, **own)[:, len(prompt) :].tolist():
+            places = [i + 1 for i, token in enumerate(row) if token in (ends if isinstance(ends, list) else [ends])]
+            expected.append(row[: min(places, default=8)])
+    assert answers(run(model, prompts, max_new_tokens=8, **settings, **own)) == expected
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_allowed_tokens_are_asked_for_with_the_number_of_the_prompt(model, num_beams):
+    def allowed(row, tokens):
+        return [10 + row]
+
+    results = run(model, PROMPTS[:3], max_new_tokens=3, prefix_allowed_tokens_fn=allowed, num_beams=num_beams)
+    assert answers(results) == [[10] * 3, [11] * 3, [12] * 3]
+
+
+def test_different_configurations_share_the_steps(model, stock):
+    """Beams, processors and plain greedy search in one call: each as alone."""
+    configs = [
+        GenerationConfig(max_new_tokens=6, num_beams=2),
+        GenerationConfig(max_new_tokens=6, no_repeat_ngram_size=1),
+        GenerationConfig(max_new_tokens=6, repetition_penalty=2.0),
+        GenerationConfig(max_new_tokens=6),
+    ]
+    expected = [
+        stock.generate(torch.tensor([prompt]), generation_config=config, pad_token_id=0)[0, len(prompt) :].tolist()
+        for prompt, config in zip(PROMPTS[:4], configs, strict=True)
+    ]
+    assert answers(run(model, PROMPTS[:4], configs)) == expected
+
+
+def test_seed_alone_fixes_the_text(model):
+    """vllm-project/vllm#51226: a seeded request changed with its batch mates."""
+    sampled = {"do_sample": True, "max_new_tokens": 8}
+    alone = answers(run(model, PROMPTS[:1], seed=42, **sampled))
+    assert answers(run(model, PROMPTS[:1] + PROMPTS[1:6], seed=42, **sampled))[:1] == alone
+    config = ContinuousBatchingConfig(seed=5)
+    first, second = (answers(run(model, PROMPTS[:3] * 2, None, config, **sampled)) for _ in range(2))
+    assert first == second and first[:3] != first[3:]
+
+
+def test_top_k_has_three_spellings_of_off(model):
+    """vllm-project/vllm PR#17691: a top_k of 0 was refused, or taken for 1."""
+    results = [answers(run(model, PROMPTS[:3], do_sample=True, top_k=k, seed=1, max_new_tokens=6)) for k in (0, None)]
+    assert results[0] == results[1]
+    greedy_texts = answers(run(model, PROMPTS[:3], max_new_tokens=6))
+    assert answers(run(model, PROMPTS[:3], do_sample=True, top_k=1, seed=1, max_new_tokens=6)) == greedy_texts
+
+
+def test_log_probabilities_of_prompt_and_answer(model, stock):
+    """vllm-project/vllm#3707: `logprobs=0` returned nothing instead of the sampled token's value."""
+    prompt = PROMPTS[1]
+    (result,) = run(model, [prompt], max_new_tokens=5, logprobs=2, prompt_logprobs=1)
+    tokens = prompt + result.generated_tokens
+    reference = torch.log_softmax(stock(torch.tensor([tokens])).logits[0].double(), dim=-1)
+    expected = [reference[i - 1, token].item() for i, token in enumerate(tokens) if i > 0]
+    assert result.prompt_logprobs[0] is None
+    got = [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)]
+    assert got + result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert all(
+        len(entry) >= 2 and entry[t].rank == 1 for entry, t in zip(result.top_logprobs, tokens[-5:], strict=True)
+    )
+    (bare,) = run(model, [prompt], max_new_tokens=5, logprobs=0)
+    assert bare.logprobs == result.logprobs and bare.top_logprobs is None and bare.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True, "temperature": 0.5, "top_k": 20}, {"num_beams": 2}], ids=str
+)
+def test_return_logprobs_are_those_that_tokens_were_chosen_with(model, stock, settings):
+    """As in Transformers: of the processed scores."""
+    torch.manual_seed(0)
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    results = run(model, PROMPTS[:2], None, config, max_new_tokens=4, **settings)
+    for result in results:
+        tokens = torch.tensor([result.prompt_ids + result.generated_tokens])
+        logits = stock(tokens).logits[0, len(result.prompt_ids) - 1 : -1]
+        if "top_k" in settings:
+            logits = TopKLogitsWarper(20)(tokens, TemperatureLogitsWarper(0.5)(tokens, logits))
+        expected = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, len(result.prompt_ids) :, None])[:, 0]
+        assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert result.scores is None and result.top_logprobs is None
+    if "num_beams" not in settings:
+        torch.manual_seed(0)
+        both = run(model, PROMPTS[:2], None, config, max_new_tokens=4, scores=True, **settings)
+        assert [result.logprobs for result in both] == [result.logprobs for result in results]
+        assert all(len(result.scores) == 4 for result in both)
+
+
+def test_scores_and_hidden_states(model, stock):
+    prompts = PROMPTS[:3]
+    config = GenerationConfig(max_new_tokens=4, output_scores=True, output_hidden_states=True, repetition_penalty=1.3)
+    for result, prompt in zip(run(model, prompts, config), prompts, strict=True):
+        expected = stock.generate(
+            torch.tensor([prompt]), generation_config=config, return_dict_in_generate=True, pad_token_id=0
+        )
+        assert result.generated_tokens == expected.sequences[0, len(prompt) :].tolist()
+        torch.testing.assert_close(torch.stack(result.scores), torch.cat(expected.scores), atol=1e-4, rtol=0)
+        states = torch.stack([torch.cat(layer, dim=1)[0] for layer in zip(*expected.hidden_states, strict=True)])
+        torch.testing.assert_close(result.hidden_states, states, atol=1e-4, rtol=1e-4)
+    (last,) = run(
+        model, prompts[:1], max_new_tokens=4, hidden_states=HiddenStatesWanted(layers=(-1,), all_tokens=False)
+    )
+    assert last.hidden_states.shape[:2] == (1, 1)
+
+
+def test_a_batching_configuration_that_asks_for_another_engine(model, stock, caplog):
+    config = ContinuousBatchingConfig(
+        num_blocks=1, max_batch_tokens=32, max_requests_per_batch=2, allow_block_sharing=False, use_async_batching=True
+    )
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        for _ in range(2):
+            assert answers(run(model, PROMPTS, None, config, max_new_tokens=7)) == greedy(stock, PROMPTS, 7)
+    lines = [record.getMessage() for record in caplog.records if "continuous_batching_config" in record.getMessage()]
+    assert len(lines) == 2 and "use_async_batching say nothing" in lines[0]
+    other = BatchingSettings.of(config).engine(model)
+    assert other is not model.engine and other is BatchingSettings.of(config).engine(model)
+    size = config.page_size if hasattr(config, "page_size") else config.block_size
+    assert other.plan.pool_tokens == size and other.plan.max_num_batched_tokens == 32
+    assert other.plan.max_num_seqs == 2 and not other.plan.enable_prefix_caching
+    assert BatchingSettings.of(ContinuousBatchingConfig()).engine(model) is model.engine
+    share = ContinuousBatchingConfig(max_memory_percent=1e-6)
+    assert BatchingSettings.of(share).engine(model).plan.pool_bytes <= 1e-6 * psutil.virtual_memory().total
+    with pytest.raises(InvalidRequestError, match="`max_memory_percent`"):
+        run(model, PROMPTS, None, ContinuousBatchingConfig(max_memory_percent=30.0))
+
+
+def test_a_batching_configuration_may_be_inside_the_generation_configuration(model):
+    config = GenerationConfig(max_new_tokens=3)
+    config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
+    assert [len(result.logprobs) for result in run(model, PROMPTS[:2], config)] == [3, 3]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hf_paged import EngineError
 from hf_paged.generation.turns import Turns
 
 
@@ -107,3 +108,38 @@ def test_waiting_for_a_turn_ends_with_the_work():
     turns = Turns(lambda: None)
     in_threads(lambda: turns.run_until(lambda: bool(order), work), wait)
     assert order == ["work", "turn"]
+
+
+def test_a_pause_keeps_everybody_from_working_until_the_last_one_ends():
+    turns, worked = Turns(lambda: None), []
+
+    def work() -> bool:
+        worked.append(True)
+        return True
+
+    worker = threading.Thread(target=turns.run_until, args=(lambda: bool(worked), work))
+    with turns.paused():
+        with turns.paused():
+            assert turns.is_paused_by_me()
+            worker.start()
+            worker.join(0.05)
+        worker.join(0.05)
+        assert worker.is_alive() and not worked
+        with pytest.raises(EngineError, match="a pause"):
+            turns.run_until(lambda: False, work)
+    worker.join(10)
+    assert worked == [True] and not turns.is_paused_by_me()
+
+
+def test_work_cannot_pause_itself():
+    turns, seen = Turns(lambda: None), []
+
+    def work() -> bool:
+        with pytest.raises(EngineError, match="cannot pause"), turns.paused():
+            pass
+        seen.append(True)
+        return True
+
+    turns.run_until(lambda: bool(seen), work)
+    with turns.paused():
+        pass

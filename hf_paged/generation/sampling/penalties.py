@@ -66,5 +66,6 @@ class Penalties:
 
 
 def _counts_of(batch: Batch, request: Request) -> TokenCounts:
-    with_prompt = request.params.repetition_penalty != 1
+    # A prompt of embeddings has no tokens; what stands in their place must not be penalized.
+    with_prompt = request.params.repetition_penalty != 1 and request.extras.prompt_embeds is None
     return batch.memory.recall(request, "token counts", lambda request: TokenCounts(request, with_prompt))
