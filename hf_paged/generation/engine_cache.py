@@ -72,7 +72,8 @@ class EngineCache(Cache):
     """
 
     def __init__(self, session: Session, num_prompt_columns: int = 0):
-        super().__init__(layers=[_ColumnCounter()])
+        self._counter = _ColumnCounter()
+        super().__init__(layers=[self._counter])
         self.session = session
         self._num_prompt_columns = num_prompt_columns
         self._pending: list[list[int]] | None = None  # the beginnings of prompts that are not complete
@@ -85,7 +86,7 @@ class EngineCache(Cache):
             layer_idx (`int`, defaults to 0):
                 Ignored: all layers are alike.
         """
-        return self.layers[0].length  # type: ignore[attr-defined]
+        return self._counter.length
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the rows: block tables move, no K/V does.
@@ -118,6 +119,10 @@ class EngineCache(Cache):
         tokens = inputs.get("input_ids") if embeds is None else embeds
         assert isinstance(tokens, torch.Tensor), "Transformers' loop passes tokens or embeddings"
         batch, count = tokens.shape[:2]
+        if count == 0:
+            raise NotSupportedError(
+                "The model was called with no tokens; `prefill_chunk_size` goes with token ids only."
+            )
         first = self.get_seq_length()
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape[1] < first + count:
@@ -129,15 +134,13 @@ class EngineCache(Cache):
             self._columns = [[] for _ in range(batch)]
         for columns, row in zip(self._columns, real, strict=True):
             columns += (row.nonzero().flatten() + first).tolist()
-        self.layers[0].length += count  # type: ignore[attr-defined]
+        self._counter.length += count
         logits = self._compute(tokens, real, embeds is not None)
         hidden_states = self.session.hidden_states() if inputs.get("output_hidden_states") else None
         attentions = self.session.attentions() if inputs.get("output_attentions") else None
+        fields: dict[str, Any] = {compat.model_output_cache_field(): self}
         return CausalLMOutputWithPast(
-            logits=logits[:, None].to(tokens.device),
-            hidden_states=hidden_states,
-            attentions=attentions,
-            **{compat.model_output_cache_field(): self},
+            logits=logits[:, None].to(tokens.device), hidden_states=hidden_states, attentions=attentions, **fields
         )
 
     def _compute(self, tokens: torch.Tensor, real: torch.Tensor, embedded: bool) -> torch.Tensor:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
@@ -122,6 +121,10 @@ def choose_cache(
         num_each = max(config.num_beams or 1, config.num_return_sequences or 1)
         rows = _Rows(model_kwargs, num_prompts, num_each, length + 1)
         obstacle = rows.obstacle(config, model.engine)
+    if obstacle is not None and _wants(config, "output_attentions") and model.engine.needs("window"):
+        # A PagedCache keeps the keys that have left the window, and the weights would have a column for each.
+        logger.info("generate runs on Transformers' own cache, not in the engine: %s.", obstacle)
+        return None
     if obstacle is not None:
         logger.info("generate runs on a PagedCache of its own, not in the engine: %s.", obstacle)
         return PagedCache(model.config)
@@ -131,7 +134,7 @@ def choose_cache(
         hidden_states=HiddenStatesWanted() if _wants(config, "output_hidden_states") else None,
         attentions=_wants(config, "output_attentions"),
     )
-    call.caches.append(EngineCache(session))
+    call.caches.append(EngineCache(session, rows.num_columns if config.prefill_chunk_size else 0))
     return call.caches[-1]
 
 
@@ -179,6 +182,7 @@ class _Rows:
         self.mask = model_kwargs.get("attention_mask")
         self.num_each = num_each
         self.num_rows = num_prompts * num_each
+        self.embedded = model_kwargs.get("inputs_embeds") is not None
         shapes = [(self.mask, 1), (model_kwargs.get("inputs_embeds"), 1), (model_kwargs.get("position_ids"), -1)]
         self.num_columns = next((tensor.shape[axis] for tensor, axis in shapes if tensor is not None), 1)
         self.num_new_tokens = max(length - self.num_columns, 1)
@@ -207,7 +211,9 @@ class _Rows:
         longest = max(lengths) + self.num_new_tokens
         if longest > plan.max_model_len:
             return f"a row may get {longest} tokens, and `max_model_len` is {plan.max_model_len}"
-        num_blocks = self._num_blocks(lengths, plan.block_size, plan.enable_prefix_caching)
+        # Rows that are recorded, or given as embeddings, are computed each by itself (see `Session`).
+        alone = self.embedded or _wants(config, "output_hidden_states") or _wants(config, "output_attentions")
+        num_blocks = self._num_blocks(lengths, plan.block_size, plan.enable_prefix_caching and not alone)
         if num_blocks > plan.num_blocks:
             return f"the rows may need {num_blocks} blocks, and the pool has {plan.num_blocks}"
         if not plan.enable_chunked_prefill and max(lengths) > plan.max_num_batched_tokens:

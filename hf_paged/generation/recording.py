@@ -52,8 +52,8 @@ class Recorded:
     @property
     def end_position(self) -> int:
         """Returns the position after the last."""
-        some = self.hidden_states if self.hidden_states is not None else (self.attentions or [None])[0]
-        return self.first_position + (some.shape[1] if some is not None else 0)
+        some = [*(self.attentions or ())[:1], self.hidden_states]
+        return self.first_position + next((tensor.shape[1] for tensor in some if tensor is not None), 0)
 
     def cut(self, end: int) -> None:
         """Forgets what lies behind a position.
@@ -92,6 +92,8 @@ class Recorded:
         """
         known = self.end_position - other.first_position
         assert known >= 0, f"positions {self.end_position} to {other.first_position} were never recorded"
+        if other.end_position <= self.end_position:
+            return  # the request has lost its blocks, and is being computed anew
         if other.hidden_states is not None and self.hidden_states is not None:
             self.hidden_states = torch.cat([self.hidden_states, other.hidden_states[:, known:]], dim=1)
         if other.attentions is not None and self.attentions is not None:

@@ -119,6 +119,7 @@ class Scheduler:
                 The tokens.
         """
         request.token_ids.extend(token_ids)
+        self._waiting.unpark(request)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.perf_counter()
 
@@ -132,7 +133,9 @@ class Scheduler:
                 For each of them the request that it continues; may be itself.
         """
         moved = [(request, parent) for request, parent in zip(requests, parents, strict=True) if request is not parent]
-        states = [(list(p.token_ids), p.num_prompt_tokens, list(p.block_hashes), p.num_computed_tokens) for _, p in moved]
+        states = [
+            (list(p.token_ids), p.num_prompt_tokens, list(p.block_hashes), p.num_computed_tokens) for _, p in moved
+        ]
         running = {request.request_id for request in requests if request.request_id in self._running}
         self._blocks.reassign([(r, p) for r, p in moved if {r.request_id, p.request_id} <= running])
         for (request, parent), (token_ids, num_prompt, hashes, num_computed) in zip(moved, states, strict=True):
@@ -378,11 +381,16 @@ class Scheduler:
 
         A session that has all its rows will go on by itself, unless its caller takes very long.
         """
+        if step.preempted:
+            self._admit_waiting(step, fair_share)  # nobody is in the step who could share lost blocks
         while not step.shares and (head := self._policy.peek()) is not None:
-            others = [request for request in self._running.values() if request.session is not head.session]
-            if not others or any(r.session is None or r.session.is_choosing for r in self._running.values()):
+            running = list(self._running.values())
+            if not running or any(r.session is None or r.session.is_choosing for r in running):
                 return
-            self._preempt(step, self._policy.victim(others))
+            others = [request for request in running if request.session is not head.session]
+            # Rows of one session fit together, if they share what they can; those of now may hold copies of it.
+            for victim in [self._policy.victim(others)] if others else running:
+                self._preempt(step, victim)
             self._admit_waiting(step, fair_share)
 
     # --- moving requests between states --------------------------------------------------------------------------
@@ -425,7 +433,7 @@ class Scheduler:
         del self._running[request.request_id]
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED if request.metrics.num_preemptions else RequestStatus.WAITING
-        self._policy.push(request)
+        self._waiting.requeue(request)
 
     def _undo_admission(self, request: Request) -> None:
         self._blocks.undo_admission(request)

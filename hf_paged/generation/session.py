@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import EngineError
+from ..modeling.layer_groups import configured_window
 from .admission import check_embeds, check_prompt, make_group
 from .answer import RequestState
 from .recording import Recorded
@@ -107,13 +108,25 @@ class Session:
         self._recorded: list[Recorded | None] = []
         self._fed_from: list[int] = []  # the position of the first token that each row was given last
         self._parents: list[int] | None = None
+        self._is_ending = False  # no more tokens will be chosen
+        self._continued = True  # whether the scheduler has the tokens that were given last
         self._choosing_since: float | None = None
         self.was_awaited = False  # by a step, since the logits came
+
+    @property
+    def records(self) -> bool:
+        """Returns whether more than logits is wanted of each token."""
+        return self._extras.attentions or self._extras.hidden_states is not None
 
     @property
     def is_choosing(self) -> bool:
         """Returns whether all rows have their logits and the caller has not yet taken too long to choose tokens."""
         return self._choosing_since is not None and time.perf_counter() - self._choosing_since < _PATIENCE
+
+    @property
+    def awaits_logits(self) -> bool:
+        """Returns whether the caller can only go on once rows are computed; else it is choosing tokens."""
+        return self._choosing_since is None
 
     @property
     def is_closed(self) -> bool:
@@ -155,10 +168,7 @@ class Session:
         """
         tokens = [check_prompt(row, self.engine.limits) for row in rows]
         parents, self._parents = self._parents, None
-        self._logits = [None] * len(tokens)
-        self._recorded = [None] * len(tokens)
-        self._choosing_since, self.was_awaited = None, False
-        self.engine.post(lambda: self._continue(parents, tokens))
+        self._post_continuation(parents, tokens)
         return self._wait()
 
     def reorder(self, parents: Sequence[int]) -> None:
@@ -177,10 +187,19 @@ class Session:
         return tuple(torch.stack([one.hidden_states for one in recorded], dim=1).unbind(0))  # type: ignore[misc]
 
     def attentions(self) -> tuple[torch.Tensor, ...]:
-        """Returns the attention weights of the last call, per layer `[rows, num_query_heads, tokens, keys]`."""
+        """Returns the attention weights of the last call, per layer `[rows, num_query_heads, tokens, keys]`.
+
+        Keys that no token of the call can see any more have no columns: Transformers' caches have forgotten them.
+        """
         recorded = [self._of_last_call(row) for row in range(len(self.requests))]
         layers = zip(*(one.attentions for one in recorded if one.attentions is not None), strict=True)
-        return tuple(torch.stack(layer) for layer in layers)
+        weights = [torch.stack(layer) for layer in layers]
+        config = self.engine.model.config.get_text_config(decoder=True)
+        for layer_idx, layer in enumerate(weights):
+            window = configured_window(config, layer_idx)
+            if window is not None:
+                weights[layer_idx] = layer[..., -(layer.shape[2] + window - 1) :]
+        return tuple(weights)
 
     def _of_last_call(self, row: int) -> Recorded:
         recorded = self._recorded[row]
@@ -190,18 +209,20 @@ class Session:
     def read_kv(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Returns for each row its K/V per layer, `[num_kv_heads, tokens, Dk or Dv]`, as copies."""
         parents, self._parents = self._parents, None
-        if parents is not None:
-            self.engine.post(lambda: self._continue(parents, [[]] * len(self.requests)))
+        self._is_ending = True
+        self._post_continuation(parents, [[]] * len(self.requests))
         copies: list[Any] = []
         while not copies:
-            self.engine.run_until(lambda: self._failed() is not None or self._all_computed())
+            self.engine.run_until(lambda: self._failed() is not None or (self._continued and self._all_computed()))
             self._raise_failure()
             done: list[bool] = []
 
             def read(done: list[bool] = done) -> None:
-                done.append(True)
-                if self._all_computed():  # nobody took blocks in the meantime
-                    copies.extend(self.engine.read_kv(request) for request in self.requests)
+                try:
+                    if self._all_computed():  # nobody took blocks in the meantime
+                        copies.extend([self.engine.read_kv(request) for request in self.requests])
+                finally:
+                    done.append(True)
 
             self.engine.post(read)
             self.engine.run_until(lambda done=done: bool(done))  # type: ignore[misc]
@@ -224,7 +245,7 @@ class Session:
                 `[vocab_size]`.
         """
         self._logits[self._places[request.request_id]] = logits
-        if all(row is not None for row in self._logits):
+        if self._has_logits() and not self._is_ending:
             self._choosing_since = time.perf_counter()
 
     def take_recorded(self, request: Request, recorded: Recorded) -> None:
@@ -243,9 +264,17 @@ class Session:
         else:
             mine.append(recorded)
 
+    def _post_continuation(self, parents: list[int] | None, tokens: Sequence[Sequence[int]]) -> None:
+        self._choosing_since, self._continued = None, False
+        self.engine.post(lambda: self._continue(parents, tokens))
+
     def _continue(self, parents: list[int] | None, tokens: Sequence[Sequence[int]]) -> None:
         """Runs between two steps."""
         scheduler = self.engine.live.scheduler
+        # Only here: until now a step may have computed a row anew that had lost its blocks, as it was before.
+        self._logits = [None] * len(tokens)
+        self._recorded = [None] * len(tokens)
+        self._choosing_since, self.was_awaited, self._continued = None, False, True
         if any(request.is_finished for request in self.requests):
             return  # the session has failed or was aborted; its caller will hear of it
         if parents is not None:
@@ -258,7 +287,7 @@ class Session:
 
     def _groups(self, rows: Sequence[Sequence[int]], embeds: Sequence[torch.Tensor] | None) -> list[list[int]]:
         """Returns the rows that share a prompt."""
-        if embeds is not None or self._extras.attentions or self._extras.hidden_states is not None:
+        if embeds is not None or self.records:
             return [[row] for row in range(len(rows))]  # every row is recorded, and so computed, by itself
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, tokens in enumerate(rows):
@@ -285,14 +314,21 @@ class Session:
             self._places[request.request_id] = row
         self.requests = [*self.requests, *group.requests]
         self._states.append(RequestState(group, None, None, None))
-        engine.enqueue(self._states[-1])
+        try:
+            engine.enqueue(self._states[-1])
+        except BaseException:
+            self._states.pop()  # nobody will ever end it
+            raise
 
     def _wait(self) -> torch.Tensor:
-        self.engine.run_until(lambda: self._failed() is not None or all(row is not None for row in self._logits))
+        self.engine.run_until(lambda: self._failed() is not None or self._has_logits())
         self._raise_failure()
         logits = torch.stack(self._logits)  # type: ignore[arg-type]
         self._choosing_since = time.perf_counter()
         return logits
+
+    def _has_logits(self) -> bool:
+        return self._continued and all(row is not None for row in self._logits)
 
     def _failed(self) -> Request | None:
         return next((request for request in self.requests if request.is_finished), None)

@@ -14,6 +14,7 @@ class WaitingRoom:
         in the policy's queue   may be admitted
         not ready               something they need (a grammar) is still being made; they hold up nobody
         unforked                branches of a prompt that the group's first live branch computes, or waits to compute
+        parked                  lost their blocks while their session was choosing tokens; they hold up nobody
 
     Args:
         policy (`SchedulingPolicy`):
@@ -24,10 +25,11 @@ class WaitingRoom:
         self.queue = policy
         self._not_ready: dict[str, Request] = {}
         self._unforked: dict[str, list[Request]] = {}  # by group
+        self._parked: dict[str, Request] = {}
 
     def __len__(self) -> int:
         """The requests that wait for admission; the branches of a group count once until they have forked."""
-        return len(self.queue) + len(self._not_ready)
+        return len(self.queue) + len(self._not_ready) + len(self._parked)
 
     def add(self, branches: list[Request]) -> None:
         """The first branch waits for admission, the others for the end of its prompt.
@@ -42,6 +44,28 @@ class WaitingRoom:
             self.queue.push(first)
         else:
             self._not_ready[first.request_id] = first
+
+    def requeue(self, request: Request) -> None:
+        """A request has lost its blocks, or did not get them: it waits again, once somebody waits for it.
+
+        Args:
+            request (`Request`):
+                The request.
+        """
+        if request.session is None or request.session.awaits_logits:
+            self.queue.push(request)
+        else:
+            self._parked[request.request_id] = request
+
+    def unpark(self, request: Request) -> None:
+        """A request's session goes on.
+
+        Args:
+            request (`Request`):
+                The request, wherever it is.
+        """
+        if self._parked.pop(request.request_id, None) is not None:
+            self.queue.push(request)
 
     def set_ready(self, request: Request) -> None:
         """What a request was waiting for is there. Its group is queued once all branches are ready.
@@ -96,6 +120,7 @@ class WaitingRoom:
         """
         self.queue.remove(request)
         self._not_ready.pop(request.request_id, None)
+        self._parked.pop(request.request_id, None)
         unforked = self.take_unforked(request)
         remaining = [branch for branch in unforked if branch is not request]
         if len(remaining) < len(unforked):

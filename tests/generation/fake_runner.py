@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.policies import SCHEDULING_POLICIES
-from hf_paged.generation.request import Request, RequestGroup
+from hf_paged.generation.request import FinishReason, Request, RequestGroup
 from hf_paged.generation.sampling.params import SamplingParams
 from hf_paged.generation.scheduler import Scheduler
 from hf_paged.generation.scheduler_config import SchedulerConfig
@@ -110,6 +110,52 @@ class FakeRunner:
                     memory[table[position // self.block_size]][position % self.block_size] = "rubbish"
 
 
+class FakeSession:
+    """What the scheduler sees of a session: rows whose next tokens it chooses when all have been computed."""
+
+    def __init__(self, bench: Bench, rounds: int):
+        self.bench = bench
+        self.rounds = rounds
+        self.rows: list[Request] = []
+        self.is_patient = True
+        self.is_blocked = False  # its caller sleeps
+        self._next: dict[str, int] = {}
+
+    @property
+    def awaits_logits(self) -> bool:
+        return len(self._next) < len(self.rows)
+
+    @property
+    def is_choosing(self) -> bool:
+        return not self.awaits_logits and self.is_patient
+
+    @property
+    def is_over(self) -> bool:
+        return any(row.is_finished for row in self.rows)
+
+    def take(self, row: Request, token: int) -> None:
+        assert token == next_token(tuple(row.token_ids), row.extra_keys, row.branch)
+        self._next[row.request_id] = token
+
+    def proceed(self, parents: list[int] | None = None) -> None:
+        """Continues each row from one of its prompt's rows, by the next token of its own, or ends them all."""
+        assert not self.awaits_logits
+        scheduler, self.rounds = self.bench.scheduler, self.rounds - 1
+        if self.rounds < 0:
+            return self.end()
+        tokens = [self._next[row.request_id] for row in self.rows]
+        self._next.clear()
+        if parents is not None:
+            scheduler.reorder(self.rows, [self.rows[parent] for parent in parents])
+        for row, token in zip(self.rows, tokens, strict=True):
+            scheduler.extend(row, [token])
+        return None
+
+    def end(self) -> None:
+        for row in self.rows:
+            self.bench.scheduler.finish(row, FinishReason.STOP)
+
+
 class Bench:
     """A scheduler, its blocks and a fake runner, for tests that drive them step by step."""
 
@@ -126,7 +172,18 @@ class Bench:
         self.all_requests: list[Request] = []
         self._count = 0
 
-    def add(self, prompt, n=1, max_tokens=4, group_id=None, ready=True, stop=(), params=None, **kwargs) -> RequestGroup:
+    def add(  # noqa: PLR0913 - as many as a request has
+        self,
+        prompt,
+        n=1,
+        max_tokens=4,
+        group_id=None,
+        ready=True,
+        stop=(),
+        params=None,
+        session=None,
+        **kwargs,
+    ) -> RequestGroup:
         """Adds a group of n branches and returns it."""
         self._count += 1
         group_id = group_id or f"g{self._count}"
@@ -145,6 +202,7 @@ class Bench:
         ]
         for request in requests:
             request.ready = ready
+            request.session = session
         group = RequestGroup(group_id, requests)
         self.scheduler.add(group)
         self.all_requests += requests
@@ -156,9 +214,25 @@ class Bench:
         self.check_step(output)
         if output.scheduled:
             sampled = self.runner.run(output, self.scheduler.requests)
-            self.scheduler.update_from_output(output, sampled)
+            self.update(output, sampled)
         self.check_blocks()
         return output
+
+    def update(self, output: SchedulerOutput, sampled: dict[str, int]) -> list[Request]:
+        """Reports a step that has run, and tells the sessions what their rows' next tokens would be."""
+        rows = [self.scheduler.requests[request_id] for request_id in sampled if request_id in self.scheduler.requests]
+        updated = self.scheduler.update_from_output(output, sampled)
+        for row in rows:
+            if row.session is not None and not row.is_finished:
+                row.session.take(row, sampled[row.request_id])
+        return updated
+
+    def add_session(self, prompts, num_each=1, rounds=3) -> FakeSession:
+        """Adds rows whose tokens a session chooses."""
+        session = FakeSession(self, rounds)
+        for prompt in prompts:
+            session.rows += self.add(prompt, n=num_each, max_tokens=rounds + 1, session=session).requests
+        return session
 
     def run_to_end(self, max_steps: int = 2000) -> int:
         """Runs until nobody is left, and returns the number of steps."""
@@ -224,6 +298,7 @@ class Bench:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert all(pool.num_used == 0 for pool in self.blocks.pools)
         assert not self.blocks._tables and not self.scheduler._groups and not self.scheduler._waiting._unforked
+        assert not self.scheduler._waiting._parked
         assert not any(sources.total() for sources in self.blocks._copy_sources)
         for request in self.all_requests:
             assert request.is_finished and request.finish_reason is not None
@@ -231,6 +306,6 @@ class Bench:
     def check_outputs(self, requests=None) -> None:
         """Every request that ended by itself generated what it would have generated alone."""
         for request in requests or self.all_requests:
-            if request.finish_reason.value in ("stop", "length"):
+            if request.session is None and request.finish_reason.value in ("stop", "length"):
                 limit = self.scheduler.config.max_model_len
                 assert request.output_token_ids == expected_output(request, request.stop_token_ids, limit)

@@ -592,3 +592,127 @@ def test_the_oracle_itself_depends_on_every_token():
         for token in range(5)
     }
     assert len(outputs) > 1
+
+
+# --------------------------------------------------------------------------------------- sessions
+
+
+def run_sessions(bench: Bench, max_steps: int = 500, parents=None) -> int:
+    """Runs until nobody is left; whoever can choose tokens does so at once."""
+    sessions = {request.session for request in bench.all_requests if request.session is not None}
+    for step in range(max_steps):
+        if not bench.scheduler.has_unfinished:
+            return step
+        output = bench.run_step()
+        ready = [s for s in sessions if not (s.awaits_logits or s.is_blocked or s.is_over)]
+        assert output.scheduled or ready, "everybody waits"
+        for session in ready:
+            session.proceed(parents)
+    raise AssertionError("it goes on and on")
+
+
+def test_rows_of_a_session_stand_still_until_tokens_are_chosen():
+    bench = Bench(20, 4)
+    session = bench.add_session([[1, 2, 3], [4, 5]], num_each=2, rounds=2)
+    assert bench.run_step().num_scheduled_tokens == 5  # each prompt once
+    assert session.is_choosing and bench.run_step().scheduled == ()
+    session.proceed([1, 0, 2, 2])
+    output = bench.run_step()
+    assert output.num_scheduled_tokens == 4 and len(output.block_copies[0]) == 2
+    run_sessions(bench)
+    bench.check_idle()
+
+
+def test_sessions_that_hold_each_others_seats_take_turns():
+    """Each has some of its rows running, and none has all."""
+    bench = Bench(40, 4, max_num_seqs=3)
+    first, second = (bench.add_session([[i, 1], [i, 2]], rounds=2) for i in (1, 2))
+    output = bench.run_step()
+    assert [share.request_id for share in output.scheduled] == ["g1", "g2", "g3"]
+    assert not first.awaits_logits and second.awaits_logits
+    run_sessions(bench)
+    bench.check_idle()
+    bench = Bench(40, 4, max_num_seqs=4, max_num_batched_tokens=4)
+    for i in (1, 2, 3):
+        bench.add_session([[i, 1], [i, 2], [i, 3]], rounds=2)
+    run_sessions(bench)
+    bench.check_idle()
+
+
+def test_a_session_that_thinks_too_long_makes_room_and_others_go_on():
+    bench = Bench(20, 4, max_num_seqs=2)
+    session = bench.add_session([[1, 2, 3], [4, 5]], rounds=2)
+    bench.run_step()
+    request = bench.add([7, 8, 9], max_tokens=5).requests[0]
+    session.is_blocked = True
+    assert bench.run_step().scheduled == ()  # it may go on any moment
+    session.is_patient = False
+    for _ in range(5):
+        bench.run_step()
+    assert request.is_finished
+    bench.check_outputs([request])
+    session.is_blocked = False
+    run_sessions(bench)
+    bench.check_idle()
+    assert bench.scheduler.num_preemptions > 0
+
+
+def test_rows_that_lost_their_blocks_wait_for_nobody_and_hold_up_nobody():
+    bench = Bench(20, 4, max_num_seqs=2)
+    session = bench.add_session([[1, 2, 3], [4, 5]], rounds=2)
+    bench.run_step()
+    for row in session.rows:
+        bench.scheduler._take_blocks(row)
+    assert bench.scheduler.num_waiting == 2 and bench.run_step().scheduled == ()
+    for i in range(4):  # more than there are seats, and all behind the rows
+        bench.add([7 + i, 8], max_tokens=3)
+    while bench.scheduler.num_waiting > 2 or bench.scheduler.num_running:
+        assert bench.run_step().scheduled
+    session.proceed([0, 0])
+    assert len(bench.run_step().scheduled) == 2
+    run_sessions(bench)
+    bench.check_idle()
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("lost", [[], [0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]])
+@pytest.mark.parametrize("parents", [[0, 0, 0], [1, 2, 0], [2, 2, 1], [0, 1, 2]])
+@pytest.mark.parametrize("caching", [True, False])
+def test_reordering_rows_of_which_some_lost_their_blocks(lost, parents, caching):
+    bench = Bench(30, 4, caching=caching)
+    session = bench.add_session([[1, 2, 3, 4, 5, 6]], num_each=3, rounds=3)
+    bench.run_step()
+    for _ in range(3):
+        for place in lost:
+            if session.rows[place].request_id in bench.scheduler._running:
+                bench.scheduler._take_blocks(session.rows[place])
+        session.proceed(parents)
+        bench.check_blocks()
+        while session.awaits_logits:
+            assert bench.run_step().scheduled
+    session.proceed()
+    assert session.is_over
+    bench.check_idle()
+
+
+def test_rows_that_end_while_they_wait_leave_nothing():
+    bench = Bench(20, 4)
+    session = bench.add_session([[1, 2, 3], [4, 5]], num_each=2, rounds=2)
+    bench.run_step()
+    bench.scheduler._take_blocks(session.rows[1])
+    session.end()
+    bench.check_idle()
+
+
+def test_a_step_that_takes_blocks_from_rows_that_stand_still_is_not_empty():
+    """The row that gave way may be admitted again at once: nobody in the step shares what it lost."""
+    bench = Bench(6, 2, max_num_seqs=4)
+    first = bench.add_session([[1] * 4], num_each=1, rounds=4)
+    second = bench.add_session([[2] * 3, [3] * 3], rounds=3)
+    for _ in range(60):
+        output = bench.run_step()
+        ready = [session for session in (first, second) if not (session.awaits_logits or session.is_over)]
+        assert output.scheduled or ready or not bench.scheduler.has_unfinished
+        for session in ready:
+            session.proceed()
+    bench.check_idle()

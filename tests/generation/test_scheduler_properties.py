@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hf_paged.generation.loop_call import _Rows
 from hf_paged.generation.request import FinishReason
 from hf_paged.generation.sampling.params import SamplingParams
 
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logits_chunk=3,
         )
         self.seen_logits = {}
+        self.sessions = []
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=24),
@@ -106,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def make_ready(self):
+        """What requests were waiting for is there."""
         for request in list(self.bench.scheduler.requests.values()):
             if not request.ready:
                 self.bench.scheduler.set_ready(request)
@@ -128,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.scheduler.cancel(output)
         elif output.scheduled:
             self.note_prompt_logits(output)
-            self.bench.scheduler.update_from_output(output, self.bench.runner.run(output, before))
+            self.bench.update(output, self.bench.runner.run(output, before))
         self.bench.check_blocks()
 
     @rule()
@@ -142,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note_prompt_logits(output)
         if output.scheduled:
             sampled = self.bench.runner.run(output, self.bench.scheduler.requests)
-            for request in self.bench.scheduler.update_from_output(output, sampled):
+            for request in self.bench.update(output, sampled):
                 self.check_prompt_logits(request)
         self.bench.check_blocks()
 
@@ -151,6 +154,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             if share.prompt_logits:
                 positions = range(share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens)
                 self.seen_logits.setdefault(share.request_id, set()).update(positions)
+
+    def choosing(self):
+        return [s for s in self.sessions if not (s.awaits_logits or s.is_blocked or s.is_over)]
+
+    def end_sessions_that_lost_a_row(self):
+        """As their callers do, when they hear of it."""
+        for session in self.sessions:
+            if session.is_over:
+                session.end()
+
+    def run_to_end(self, kept=frozenset()):
+        """Runs until nobody is left but those who are kept, who do not go on."""
+        for _ in range(3000):
+            self.end_sessions_that_lost_a_row()
+            if set(self.bench.scheduler.requests) <= kept:
+                return
+            output = self.bench.scheduler.schedule()
+            choosing = self.choosing()
+            assert output.scheduled or choosing, "requests wait, nothing is in flight, and nobody is scheduled"
+            self.run(output)
+            for session in choosing:
+                session.proceed()
+        raise AssertionError("it goes on and on")
 
     def check_prompt_logits(self, request):
         """Who samples has had the logits of the whole prompt, from this branch or the one it was forked from."""
@@ -168,14 +194,58 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         self.make_ready()
-        for _ in range(3000):
-            if not self.bench.scheduler.has_unfinished:
-                break
-            output = self.bench.scheduler.schedule()
-            assert output.scheduled, "requests wait, nothing is in flight, and nobody is scheduled"
-            self.run(output)
+        blocked = [session for session in self.sessions if session.is_blocked and not session.is_over]
+        self.run_to_end(kept={row.request_id for session in blocked for row in session.rows})
+        for session in blocked:
+            session.is_blocked = False
+        self.run_to_end()
         self.bench.check_idle()
+        assert all(session.is_over for session in self.sessions)
         self.bench.check_outputs()
+
+
+class SessionMachine(SchedulerMachine):
+    """There are sessions too: rows that are computed together, and then stand still until somebody chooses tokens."""
+
+    @rule(
+        beginning=st.lists(st.integers(1, 2), min_size=1, max_size=12),
+        ends=st.lists(st.lists(st.integers(1, 2), max_size=5), min_size=1, max_size=3),
+        num_each=st.integers(1, 4),
+        rounds=st.integers(0, 9),
+    )
+    def add_a_session(self, beginning, ends, num_each, rounds):
+        """As many rows as `generate` lets into an engine of this size."""
+        config, blocks = self.bench.scheduler.config, self.bench.blocks
+        prompts = [beginning + end for end in ends]
+        if not config.enable_chunked_prefill:
+            prompts = [prompt[: config.max_num_batched_tokens] for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts for _ in range(num_each)]
+        rows = _Rows({}, len(prompts), num_each, rounds + 2)
+        if rows.num_rows > config.max_num_seqs or max(lengths) + rounds + 1 > config.max_model_len:
+            return
+        if rows._num_blocks(lengths, blocks.block_size, blocks.enable_prefix_caching) > blocks.num_blocks:
+            return
+        self.sessions.append(self.bench.add_session(prompts, num_each, rounds))
+        self.sessions[-1].num_each = num_each
+
+    @rule(data=st.data())
+    def choose(self, data):
+        """Somebody chooses tokens; rows may continue others of the same prompt."""
+        for session in self.choosing():
+            n = session.num_each
+            first = [row // n * n for row in range(len(session.rows))]
+            parents = data.draw(st.none() | st.tuples(*[st.integers(row, row + n - 1) for row in first]))
+            session.proceed(parents)
+        self.bench.check_blocks()
+
+    @rule(data=st.data(), what=st.sampled_from(["impatience", "blocked", "end"]))
+    @precondition(lambda self: self.sessions)
+    def disturb(self, data, what):
+        session = data.draw(st.sampled_from(self.sessions))
+        if what == "end":
+            session.end()
+        session.is_blocked |= what == "blocked"
+        session.is_patient &= what == "end"
 
 
 class CollidingHashMachine(SchedulerMachine):
@@ -193,5 +263,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SETTINGS
 TestCollidingHash = CollidingHashMachine.TestCase
 TestCollidingHash.settings = settings(SETTINGS, max_examples=40)
+TestSessions = SessionMachine.TestCase
+TestSessions.settings = settings(SETTINGS, max_examples=100)
 TestTwoGroups = TwoGroupsMachine.TestCase
 TestTwoGroups.settings = settings(SETTINGS, max_examples=20)
