@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.17.*
 # What `make test-all` also runs with the oldest supported Transformers.
 OLDEST_TESTS ?= tests/modeling tests/cache tests/generation tests/tools
+# A checkout of the installed Transformers' source, for `make upstream`.
+TRANSFORMERS_SRC ?=
 ARGS ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all style check bench clean
+.PHONY: setup demo test test-all parity upstream style check bench clean
 
 setup: $(VENV)/.done
 
@@ -47,6 +49,14 @@ test: setup
 test-all: setup $(OLDEST)/.done
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 	$(OLDEST)/bin/python -m pytest -m "not slow and not gpu" $(OLDEST_TESTS)
+
+parity: setup
+	$(BIN)/python -m tests.parity $(ARGS)
+
+upstream: setup
+	$(if $(TRANSFORMERS_SRC),,$(error name a checkout of Transformers: make upstream TRANSFORMERS_SRC=...))
+	$(BIN)/python -m pip install --quiet parameterized httpx
+	$(BIN)/python -m tests.upstream $(TRANSFORMERS_SRC) $(ARGS)
 
 style: setup
 	$(BIN)/ruff check .

@@ -315,7 +315,8 @@ class _Settings:
         """What a request of the engine with a prompt of some length asks for."""
         wishes = self._wishes
         key = length, row if wishes.prefix_allowed_tokens_fn is not None else 0
-        if key not in self._by_length:
+        # The clock of `max_time` starts when its criterion is made, so each request gets one of its own.
+        if key not in self._by_length or self._config.max_time is not None:
             max_tokens = self._num_new_tokens(length, max_model_len)
             config = self._config
             least = config.min_new_tokens if config.min_new_tokens is not None else (config.min_length or 0) - length

@@ -210,7 +210,7 @@ class ModelRunner:
         self, inputs: ModelInputs, recorder: StepRecorder, embeds: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
         """One model call, over a view that has begun; returns the logits of the wanted tokens."""
-        keep = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
+        keep: dict[str, Any] = {"logits_to_keep": inputs.logits_indices} if self._selects_logits else {}
         tokens: dict[str, Any] = {"input_ids": inputs.input_ids}
         if embeds and inputs.ranges:
             tokens = {"inputs_embeds": self._embed(inputs, embeds)}

@@ -595,3 +595,13 @@ def test_settings_of_another_engine(model, stock):
         ids = manager.add_requests(PROMPTS, max_new_tokens=5)
         assert tokens_of(collect(manager, ids)[0]) == greedy(stock, PROMPTS, 5)
     assert_idle(manager.engine)
+
+
+def test_the_clock_of_max_time_is_each_requests_own(manager):
+    config = GenerationConfig(max_new_tokens=LONG, max_time=0.3, eos_token_id=None)
+    first = manager.add_request(PROMPTS[0], generation_config=config)
+    (result,) = collect(manager, [first])[0]
+    assert 0 < len(result.generated_tokens) < LONG
+    second = manager.add_request(PROMPTS[0], generation_config=config)  # after the first one's time
+    (result,) = collect(manager, [second])[0]
+    assert len(result.generated_tokens) > 1
