@@ -175,7 +175,8 @@ def checkpointing_drops_cache(model: torch.nn.Module) -> bool:
 def faithful_attention(model: Any, name: str) -> str:
     """Returns the stock attention that computes what the model's own code asks for.
 
-    Before Transformers 5.24 SDPA accepts a soft cap (Gemma 2) and silently leaves it out.
+    Before Transformers 5.24 SDPA accepts a soft cap (Gemma 2) and silently leaves it out. `"paged|sdpa"` is how a model
+    is loaded for Transformers' own continuous batching; without that, it computes what `"sdpa"` does.
 
     Args:
         model (`PreTrainedModel`):
@@ -183,6 +184,7 @@ def faithful_attention(model: Any, name: str) -> str:
         name (`str`):
             The implementation that it has.
     """
+    name = name.removeprefix("paged|")
     config = model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped and name == "sdpa" else name

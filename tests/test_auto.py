@@ -193,6 +193,22 @@ def test_attention_implementation_set_away_and_back():
     assert answer(model) == expected and model.engine.stats().num_steps > steps
 
 
+@pytest.mark.parametrize("stock", ["sdpa", "eager"])
+@pytest.mark.filterwarnings("ignore:The `paged:FutureWarning")
+def test_model_loaded_for_transformers_own_continuous_batching_is_paged(stock):
+    model = tiny_model("llama")
+    model.set_attn_implementation(f"paged|{stock}")
+    before = model.config._attn_implementation  # newer versions leave out the prefix
+    model = AutoPagedModelForCausalLM.from_model(model)
+    prompt = [5, 6, 7, 8]
+    assert (
+        model.generate(torch.tensor([prompt]), max_new_tokens=5)[0, 4:].tolist()
+        == greedy(tiny_model("llama"), [prompt], 5)[0]
+    )
+    assert model.engine.stats().num_steps > 0
+    assert model.unpaged().config._attn_implementation == before
+
+
 def test_unpaged_gives_the_model_back():
     model = paged()
     engine = model.engine

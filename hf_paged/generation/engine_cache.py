@@ -136,8 +136,10 @@ class EngineCache(Cache):
             columns += (row.nonzero().flatten() + first).tolist()
         self._counter.length += count
         logits = self._compute(tokens, real, embeds is not None)
-        hidden_states = self.session.hidden_states() if inputs.get("output_hidden_states") else None
-        attentions = self.session.attentions() if inputs.get("output_attentions") else None
+        # The loop asks for them without `return_dict_in_generate` too, and then throws them away.
+        session = self.session
+        hidden_states = session.hidden_states() if session.records_hidden_states else None
+        attentions = session.attentions() if session.records_attentions else None
         fields: dict[str, Any] = {compat.model_output_cache_field(): self}
         return CausalLMOutputWithPast(
             logits=logits[:, None].to(tokens.device), hidden_states=hidden_states, attentions=attentions, **fields

@@ -351,7 +351,7 @@ def page_model(model: Any, config: PagedConfig) -> None:
         model.unpaged()
     before = model.config._attn_implementation
     stock = compat.faithful_attention(model, before)
-    if stock != before:
+    if stock != before.removeprefix("paged|"):
         logger.warning(
             "%s: Transformers' %r attention drops the soft cap of this model; plain forwards use %r.",
             type(model).__name__,

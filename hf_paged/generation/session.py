@@ -114,9 +114,19 @@ class Session:
         self.was_awaited = False  # by a step, since the logits came
 
     @property
+    def records_hidden_states(self) -> bool:
+        """Returns whether the hidden states of all tokens are wanted."""
+        return self._extras.hidden_states is not None
+
+    @property
+    def records_attentions(self) -> bool:
+        """Returns whether the attention weights of all tokens are wanted."""
+        return self._extras.attentions
+
+    @property
     def records(self) -> bool:
         """Returns whether more than logits is wanted of each token."""
-        return self._extras.attentions or self._extras.hidden_states is not None
+        return self.records_attentions or self.records_hidden_states
 
     @property
     def is_choosing(self) -> bool:

@@ -1,0 +1,1 @@
+"""Transformers' own test suites on paged models."""
