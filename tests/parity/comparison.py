@@ -15,6 +15,7 @@ from tests.parity.cases import Case
 from tests.parity.world import World
 
 TOLERANCE = 1e-4
+STATE_TOLERANCE = 1e-5  # of a hidden state's norm
 SCORES = ("scores", "logits", "sequences_scores")
 CACHES = ("cache", "past_key_values")
 
@@ -208,9 +209,16 @@ def _compare_tensors(found: Comparison, name: str, expected: Any, got: Any) -> N
         found.problems.append(f"{name} have other shapes")
         return
     for one, other in zip(ones, others, strict=True):
-        if one.dtype != other.dtype or not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE):
+        if one.dtype != other.dtype or not _is_close(name, one, other):
             found.problems.append(f"{name} differ by {float((one - other).abs().max()):.2e}")
             return
+
+
+def _is_close(name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+    if name != "hidden_states":
+        return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    # A state is a sum whose parts are far larger than some of its entries: what rounding does is seen on the whole.
+    return bool(((one - other).norm(dim=-1) <= STATE_TOLERANCE * one.norm(dim=-1)).all())
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
