@@ -2,7 +2,7 @@
 
     HfPagedError
     ├── InvalidRequestError (ValueError)        a request or one of its arguments is wrong; nothing else is touched
-    │   ├── InvalidTokenError                   a token id outside the vocabulary
+    │   ├── InvalidTokenError (IndexError)      a token id outside the vocabulary
     │   ├── InvalidEmbedsError (RuntimeError)   embeddings of a wrong shape or dtype
     │   ├── PromptTooLongError                  the prompt can never fit `max_model_len` or the K/V pool
     │   └── QueueFullError (queue.Full)         the engine takes no more waiting requests now; try again later
@@ -39,7 +39,7 @@ class InvalidRequestError(HfPagedError, ValueError):
     """A request, or one of its arguments, is wrong. Raised before any other request is touched."""
 
 
-class InvalidTokenError(InvalidRequestError):
+class InvalidTokenError(InvalidRequestError, IndexError):
     """A token id lies outside the model's vocabulary."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +81,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, config: PagedConfig | None = None, *, tokenizer: Any = None):
         self.config = config or PagedConfig()
         self.tokenizer = tokenizer
-        self._model = weakref.ref(model, lambda _: self._loop.drop_runner())
+        self._model = weakref.ref(model)
         policy = SCHEDULING_POLICIES.get(self.config.scheduling_policy)
         inspect_configuration(model)
         with evaluating(model):
@@ -102,6 +103,7 @@ class Engine:
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
         self._loop = StepLoop(self.live, self.sampler, self._make_runner, WeightWatch(model))
         self.sessions = OpenSessions()
+        self._model = weakref.ref(model, lambda _: self._loop.drop_runner())  # only now is there a loop
         self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
@@ -267,7 +269,7 @@ class Engine:
             raise
 
     def _register(self, state: RequestState, ids: set[str]) -> None:
-        with self._turns.lock:
+        with self._turns.mutex:
             self._check_usable()
             taken = sorted(ids & self.live.ids)
             if taken:
@@ -286,7 +288,7 @@ class Engine:
             request_id (`str`):
                 Which.
         """
-        with self._turns.lock:
+        with self._turns.mutex:
             if request_id in self.live.states:
                 self._loop.inbox.append(lambda: self.live.abort(request_id))
                 self._turns.notify()
@@ -298,7 +300,7 @@ class Engine:
             action (`Callable[[], None]`):
                 What to do; must not raise.
         """
-        with self._turns.lock:
+        with self._turns.mutex:
             self._check_usable()
             self._loop.inbox.append(action)
             self._turns.notify()
@@ -427,7 +429,12 @@ class Engine:
         unfinished = [state for state in states if not state.finished]
         if unfinished and not self._closed:
             self._loop.inbox.append(lambda: self.live.end(unfinished))
-            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._loop.drain_inbox)
+            self._drain_until_finished(unfinished)
+
+    def _drain_until_finished(self, states: Sequence[RequestState]) -> None:
+        """Inside a step nobody can wait for its end, and at the interpreter's end nobody need: it is left at asking."""
+        if not sys.is_finalizing() and not self._turns.is_mine():
+            self._turns.run_until(lambda: all(state.finished for state in states), self._loop.drain_inbox)
 
     def serve(self, stop: threading.Event) -> None:
         """Runs steps whenever there is something to do, until told to stop. For a thread of its own.
@@ -437,7 +444,7 @@ class Engine:
                 Ends it; follow `stop.set()` with `wake()`.
         """
         while not stop.is_set():
-            with self._turns.lock:
+            with self._turns.mutex:
                 while not (stop.is_set() or self._closed or (self._has_work() and not self._asleep)):
                     self._turns.lock.wait()
             self._check_usable()
@@ -462,7 +469,7 @@ class Engine:
         for state in unfinished:
             self.abort(state.request_id)
         if unfinished and not self._closed:
-            self._turns.run_until(lambda: all(state.finished for state in unfinished), self._loop.drain_inbox)
+            self._drain_until_finished(unfinished)
 
     def step(self) -> bool:
         """Runs one step. Only one thread at a time may call it; `wait` and its siblings see to that.
@@ -524,7 +531,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Forgets all cached K/V, for weights that were written in a way that nothing shows: `weight.data.mul_(2)`."""
-        with self._turns.lock:
+        with self._turns.mutex:
             self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
 
     def release(self) -> None:
@@ -533,7 +540,7 @@ class Engine:
         Raises:
             EngineError: If requests are running.
         """
-        with self._turns.lock:
+        with self._turns.mutex:
             self._turns.wait_for_turn()  # lets go of the lock meanwhile, so that requests may come and go
             self._loop.drain_inbox()
             if self.live.states:
@@ -549,19 +556,19 @@ class Engine:
         Raises:
             EngineError: If requests are running.
         """
-        with self._turns.lock:
+        with self._turns.mutex:
             self.release()
             self._asleep = True
 
     def wake_up(self) -> None:
         """Takes requests again after `sleep`."""
-        with self._turns.lock:
+        with self._turns.mutex:
             self._asleep = False
             self._turns.notify()
 
     def close(self) -> None:
         """Ends all requests, frees the pool and takes no requests ever again. Safe to call twice."""
-        with self._turns.lock:
+        with self._turns.mutex:
             if self._closed:
                 return
             self._closed = True

@@ -10,14 +10,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import compat
 from ..cache.paged_cache import PagedCache
-from ..errors import EngineError, NotSupportedError
+from ..errors import EngineError, InvalidRequestError, NotSupportedError
 from .session import Session
 
 # What the loop passes to the model and the engine does not need: it knows its rows' positions itself, and computes
-# the logits of the last token only. (A tokenizer gets here on its way from `generate` to nowhere.)
+# the logits of the last token only. (A tokenizer and a streamer get here on their way from `generate` to
+# nowhere.)
 _KNOWN = frozenset(
     {"attention_mask", "cache", "past_key_values", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"}
-    | {"output_attentions", "output_hidden_states", "return_dict", "use_cache", "tokenizer"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "use_cache"}
+    | {"tokenizer", "streamer"}
 )
 
 
@@ -118,7 +120,14 @@ class EngineCache(Cache):
         embeds = inputs.get("inputs_embeds")
         tokens = inputs.get("input_ids") if embeds is None else embeds
         assert isinstance(tokens, torch.Tensor), "Transformers' loop passes tokens or embeddings"
+        if tokens.ndim != (2 if embeds is None else 3):
+            raise InvalidRequestError(f"The inputs must be tokens [rows, columns], got the shape {list(tokens.shape)}.")
         batch, count = tokens.shape[:2]
+        position_ids = inputs.get("position_ids")
+        if position_ids is not None and position_ids.shape[-1] != count:
+            raise InvalidRequestError(
+                f"`attention_mask` and the inputs do not match: {position_ids.shape[-1]} and {count} columns."
+            )
         if count == 0:
             raise NotSupportedError(
                 "The model was called with no tokens; `prefill_chunk_size` goes with token ids only."

@@ -13,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .. import compat
 from ..cache.paged_cache import PagedCache
+from ..errors import RequestAbortedError
 from .adapters import replaced_by_adapter
 from .answer import RequestState
 from .attention import IMPLEMENTATIONS
@@ -21,7 +22,7 @@ from .engine import Engine
 from .hf_sampling import CustomParts, request_settings
 from .model_state import training_obstacle
 from .plan import EnginePlan
-from .request import RequestExtras
+from .request import FinishReason, RequestExtras
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ class GenerateCall:
                 )
             if self.streamer is not None:
                 self._stream(engine, states[0])
-            for _ in engine.as_finished(states):
-                pass
+            for state in engine.as_finished(states):
+                if any(request.finish_reason is FinishReason.ABORT for request in state.group.requests):
+                    raise RequestAbortedError("A row of this call was aborted.")
         sequences = self._sequences(states)
         if not self.return_dict:
             return sequences

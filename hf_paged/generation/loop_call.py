@@ -197,6 +197,8 @@ class _Rows:
                 The engine.
         """
         plan = engine.plan
+        if not self.num_rows or not self.num_columns:
+            return "there are no tokens"  # Transformers has its own words for it
         if self.num_rows > plan.max_num_seqs:
             return f"{self.num_rows} rows exceed `max_num_seqs` {plan.max_num_seqs}"
         starts = [0] * self.num_rows

@@ -343,11 +343,15 @@ def page_model(model: Any, config: PagedConfig) -> None:
 
     Args:
         model (`PreTrainedModel`):
-            The model; one that is paged already gets a new engine.
+            The model; one that is paged already gets a new engine if the settings differ, and requests of the old
+            one end.
         config (`PagedConfig`):
             Settings of the engine.
     """
     if isinstance(model, PagedGenerationMixin):
+        engine = _engines.get(model)  # type: ignore[call-overload]
+        if config == model._paged_config and (engine is None or not engine.is_closed):
+            return  # nothing would change, and requests may be running
         model.unpaged()
     before = model.config._attn_implementation
     stock = compat.faithful_attention(model, before)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import EngineError
+from ..errors import RequestAbortedError
 from ..modeling.layer_groups import configured_window
 from .admission import check_embeds, check_prompt, make_group
 from .answer import RequestState
@@ -222,6 +222,7 @@ class Session:
         self._is_ending = True
         self._post_continuation(parents, [[]] * len(self.requests))
         copies: list[Any] = []
+        errors: list[Exception] = []
         while not copies:
             self.engine.run_until(lambda: self._failed() is not None or (self._continued and self._all_computed()))
             self._raise_failure()
@@ -229,13 +230,18 @@ class Session:
 
             def read(done: list[bool] = done) -> None:
                 try:
-                    if self._all_computed():  # nobody took blocks in the meantime
+                    if self._failed() is None and self._all_computed():  # nobody took blocks in the meantime
                         copies.extend([self.engine.read_kv(request) for request in self.requests])
+                except Exception as error:  # for this caller, not for whoever runs the step
+                    errors.append(error)
                 finally:
                     done.append(True)
 
             self.engine.post(read)
-            self.engine.run_until(lambda done=done: bool(done))  # type: ignore[misc]
+            self.engine.run_until(lambda done=done: bool(done) or self._failed() is not None)  # type: ignore[misc]
+            self._raise_failure()
+            if errors:
+                raise errors[0]
         return copies
 
     def close(self) -> None:
@@ -346,7 +352,7 @@ class Session:
     def _raise_failure(self) -> None:
         request = self._failed()
         if request is not None:
-            raise request.error or EngineError("The rows of this call were aborted.")
+            raise request.error or RequestAbortedError("The rows of this call were aborted.")
 
     def _all_computed(self) -> bool:
         return all(request.num_pending_tokens == 0 for request in self.requests)

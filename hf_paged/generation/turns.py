@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ class Turns:
     """
 
     def __init__(self, on_turn_end: Callable[[], None]):
-        self.lock = threading.Condition()  # reentrant
+        # Taken directly, and not through the condition, whose methods are Python code in which Ctrl-C could strike just
+        # after the lock was taken.
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)  # to wait and to notify
         self._on_turn_end = on_turn_end
         self._worker: int | None = None
         self._pausing: list[int] = []  # the threads that keep everybody from working
@@ -45,23 +49,29 @@ class Turns:
             EngineError: If the calling thread is at work already, and would wait for itself.
         """
         while True:
-            worked = False
+            if self._is_working_here():  # outside of the `try`: the turn belongs to the work that called this
+                if done():
+                    return
+                raise self._own_work_error()
+            worked = at_work = False
             try:
-                with self.lock:
+                with self.mutex:
                     self.wait_for_turn(done)
                     if done():
                         return
+                    at_work = True
                     self._worker = threading.get_ident()
                 worked = work()
             finally:
+                at_work = False  # noqa: F841 - read by `_is_working_here`, from the frame
                 # Wherever Ctrl-C struck, a turn that was taken is given back, first of all by one plain assignment.
                 if self._worker == threading.get_ident():
                     self._worker = None
-                    with self.lock:
+                    with self.mutex:
                         self._on_turn_end()
                         self.lock.notify_all()
             if not worked and not done():
-                with self.lock:
+                with self.mutex:
                     self.lock.wait(_IDLE_WAIT)
 
     def wait_for_turn(self, done: Callable[[], bool] = lambda: False) -> None:
@@ -75,13 +85,33 @@ class Turns:
             EngineError: If the calling thread is at work already, and would wait for itself.
         """
         while (self._worker is not None or self._pausing) and not done():
-            if self.is_mine() or self.is_paused_by_me():
-                raise EngineError(
-                    "This was called from within a step of the engine (a callback, or a hook of the model) or a pause, "
-                    "whose end it would have to wait for. Do it afterwards, or in another thread."
-                )
+            if self.is_paused_by_me() or self._is_working_here():
+                raise self._own_work_error()
+            if self._worker is None and not self._pausing:
+                return
             # The time limit only matters if a thread was interrupted before it could wake the others.
             self.lock.wait(_LONGEST_WAIT)
+
+    def _own_work_error(self) -> EngineError:
+        return EngineError(
+            "This was called from within a step of the engine (a callback, or a hook of the model) or a pause, whose "
+            "end it would have to wait for. Do it afterwards, or in another thread."
+        )
+
+    def _is_working_here(self) -> bool:
+        """Returns whether the calling thread is the one that works, and forgets a turn that Ctrl-C kept from its end.
+
+        An interrupt at the first line of a `finally` leaves the turn taken; that work is over shows in the stack.
+        """
+        if self._worker != threading.get_ident():
+            return False
+        frame, code = sys._getframe(1), Turns.run_until.__code__
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals.get("self") is self and frame.f_locals.get("at_work"):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        self._worker = None
+        return False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -90,7 +120,7 @@ class Turns:
         Raises:
             EngineError: If the calling thread is at work already, and would wait for itself.
         """
-        with self.lock:
+        with self.mutex:
             self._pausing.append(threading.get_ident())
             try:
                 while self._worker is not None:
@@ -103,7 +133,7 @@ class Turns:
         try:
             yield
         finally:
-            with self.lock:
+            with self.mutex:
                 self._end_pause()
 
     def _end_pause(self) -> None:
@@ -111,8 +141,8 @@ class Turns:
         self.lock.notify_all()
 
     def is_mine(self) -> bool:
-        """Returns whether the calling thread is the one that works."""
-        return self._worker == threading.get_ident()
+        """Returns whether the calling thread is the one that works: whether this is called from within a step."""
+        return self._worker == threading.get_ident() and self._is_working_here()
 
     def is_paused_by_me(self) -> bool:
         """Returns whether the calling thread is inside `paused`."""
@@ -120,7 +150,7 @@ class Turns:
 
     def notify(self) -> None:
         """Makes every sleeping thread look again at what it waits for."""
-        with self.lock:
+        with self.mutex:
             self.lock.notify_all()
 
 
@@ -130,7 +160,8 @@ _all_turns: weakref.WeakSet[Turns] = weakref.WeakSet()
 def _forget_other_threads() -> None:
     """A forked process has none of the threads that held a lock or were at work, so they will never let go."""
     for turns in _all_turns:
-        turns.lock, turns._worker, turns._pausing = threading.Condition(), None, []
+        turns.mutex = threading.RLock()
+        turns.lock, turns._worker, turns._pausing = threading.Condition(turns.mutex), None, []
 
 
 if hasattr(os, "register_at_fork"):

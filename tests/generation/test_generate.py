@@ -13,7 +13,7 @@ import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_paged import InvalidTokenError, PagedCache
+from hf_paged import InvalidTokenError, PagedCache, RequestAbortedError
 from hf_paged.compat import cache_argument, output_cache
 from tests.families import tiny_model
 from tests.paged_models import assert_idle, paged
@@ -603,3 +603,46 @@ def test_chat_templates_output_is_taken_as_it_is(talker):
     (result,) = talker.generate_batch([chat], tokenizer=tokenizer, max_new_tokens=5, progress_bar=False).values()
     assert result.prompt_ids + result.generated_tokens == first[0].tolist()
     assert EOS not in first[0, :1].tolist()
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+@pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"output_scores": True, "return_dict_in_generate": True}])
+def test_inputs_without_tokens_are_refused_as_in_transformers(model, stock, shape, call):
+    for each in (stock, model):
+        with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+            each.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=3, **call)
+
+
+def test_mask_of_another_width_than_the_inputs_is_refused(model):
+    with pytest.raises(ValueError, match="2 and 3 columns"):
+        model.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 2, dtype=torch.long), max_new_tokens=3)
+
+
+def test_beam_sampling_shows_a_streamer_the_prompt_as_in_transformers(model, stock):
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self):
+            self.got = []
+
+        def put(self, value):
+            self.got.append(value.tolist())
+
+        def end(self):
+            self.got.append("end")
+
+    streamers = [Streamer(), Streamer()]
+    for each, streamer in zip((stock, model), streamers, strict=True):
+        torch.manual_seed(0)
+        each.generate(PROMPT, num_beams=2, do_sample=True, max_new_tokens=3, streamer=streamer)
+    assert streamers[0].got == streamers[1].got != []
+
+
+def test_aborted_rows_end_the_call(model):
+    class Abort(transformers.generation.BaseStreamer):
+        def put(self, value):
+            model.engine.abort_all()
+
+        def end(self):
+            pass
+
+    with pytest.raises(RequestAbortedError):
+        model.generate(PROMPT, max_new_tokens=5, streamer=Abort())

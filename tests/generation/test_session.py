@@ -10,8 +10,15 @@ import weakref
 import pytest
 import torch
 
-from hf_paged import AutoPagedModelForCausalLM, PagedConfig
-from hf_paged.errors import EngineClosedError, EngineError, InvalidTokenError, QueueFullError, StepFailedError
+from hf_paged import AutoPagedModelForCausalLM, PagedConfig, SamplingParams
+from hf_paged.errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidTokenError,
+    QueueFullError,
+    RequestAbortedError,
+    StepFailedError,
+)
 from hf_paged.generation.request import HiddenStatesWanted
 from hf_paged.generation.session import Session
 from tests.families import tiny_model
@@ -402,3 +409,32 @@ def test_sessions_of_many_threads(model, stock):
     assert not any(thread.is_alive() for thread in threads)
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("struck", ["abort", "start over"])
+def test_rows_that_end_while_their_kv_is_read_end_the_call_alone(stock, struck):
+    """The one crashed whoever ran the step, after the other the call waited for ever."""
+    model = paged(block_size=8, num_blocks=60)
+    engine = model.engine
+    bystander = engine.add_request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0.0))
+    post = engine.post
+
+    def strike(action):
+        post(action)
+        if action.__name__ != "read":
+            return
+        if struck == "abort":
+            own = [name for name in engine.live.states if name != bystander.request_id]
+            engine._loop.inbox.appendleft(lambda: [engine.live.abort(name) for name in own])
+        else:
+            with engine._turns.mutex:
+                engine._turns.wait_for_turn()
+                engine._loop._start_over(KeyboardInterrupt())
+
+    engine.post = strike
+    with pytest.raises(RequestAbortedError if struck == "abort" else EngineError):
+        model.generate(torch.tensor([[5, 6, 7]]), num_beams=2, max_new_tokens=4, return_dict_in_generate=True)
+    del engine.post
+    engine.wait(bystander)
+    assert (bystander.error is None) == (struck == "abort")
+    assert_idle(engine)

@@ -143,3 +143,31 @@ def test_work_cannot_pause_itself():
     turns.run_until(lambda: bool(seen), work)
     with turns.paused():
         pass
+
+
+def test_call_from_within_the_work_leaves_the_turn_where_it_is():
+    """The refusal once gave the outer turn back, so that others worked at the same time."""
+    turns, refused, workers = Turns(lambda: None), [], []
+
+    def work() -> bool:
+        for _ in range(3):
+            with pytest.raises(EngineError):
+                turns.run_until(lambda: False, lambda: True)
+            refused.append(turns.is_mine())
+        workers.append(threading.get_ident())
+        return True
+
+    turns.run_until(lambda: bool(workers), work)
+    assert refused == [True] * 3 and not turns.is_mine()
+
+
+def test_condition_that_holds_already_may_be_waited_for_from_within_the_work():
+    turns, done = Turns(lambda: None), []
+    turns.run_until(lambda: bool(done), lambda: turns.run_until(lambda: True, lambda: False) or done.append(1) or True)
+
+
+def test_turn_that_ctrl_c_kept_from_its_end_is_taken_again():
+    turns, done = Turns(lambda: None), []
+    turns._worker = threading.get_ident()  # as an interrupt at the first line of `finally` leaves it
+    turns.run_until(lambda: bool(done), lambda: done.append(1) or True)
+    assert done == [1] and not turns.is_mine()
