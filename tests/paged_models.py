@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from hf_paged import AutoPagedModelForCausalLM, PagedConfig
 from tests.families import tiny_model
 
@@ -22,6 +24,18 @@ def paged_engine(family: str = "llama", **config: Any) -> Any:
     model = paged(family, **config)
     model.engine.kept_model = model
     return model.engine
+
+
+def spend_time_in_torch(model: Any) -> None:
+    """Makes each call of the model spend nearly all its time inside of torch, where other threads may run."""
+    forward, matrix = type(model).forward, torch.randn(1024, 1024)
+
+    def slow(self, *args, **kwargs):
+        for _ in range(4):
+            torch.mm(matrix, matrix)
+        return forward(self, *args, **kwargs)
+
+    type(model).forward = slow
 
 
 def assert_idle(engine: Any) -> None:

@@ -161,6 +161,8 @@ def read_cache_file(path: str | os.PathLike, device: str | torch.device = "cpu")
         CacheFileError: If it is something else, is damaged, or is of another version.
         FileNotFoundError: If there is none.
     """
+    if Path(path).is_dir():
+        raise CacheFileError(f"{path} is a folder; give the file that `PagedCache.save` has written.")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
@@ -169,7 +171,7 @@ def read_cache_file(path: str | os.PathLike, device: str | torch.device = "cpu")
         return _contents(metadata, tensors)
     except SafetensorError as error:
         raise CacheFileError(f"{path} is no safetensors file, or is incomplete: {error}.") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
         raise CacheFileError(f"{path} lacks a part of a PagedCache: {error!r}.") from error
     except CacheFileError:
         raise

@@ -150,7 +150,7 @@ def taking_part(state: tuple) -> tuple[tuple[str, Any], ...]:
 
 
 def own_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns a module's own parameters, and the buffers that are saved with it, by name.
+    """Returns a module's own parameters and lasting buffers, by name.
 
     Args:
         module (`torch.nn.Module`):
@@ -159,9 +159,29 @@ def own_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             yield name, parameter
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+    yield from lasting_buffers(module)
+
+
+def lasting_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the buffers of a module that are saved with it, and the frequencies of rotary embeddings, by name.
+
+    Others are scratch space, and so are the frequencies where Transformers itself writes them anew at some lengths.
+
+    Args:
+        module (`torch.nn.Module`):
+            The module.
+    """
+    transient = module._non_persistent_buffers_set
+    return [
+        (name, buffer)
+        for name, buffer in list(module._buffers.items())
+        if buffer is not None and (name not in transient or (name.endswith("inv_freq") and _is_static(module)))
+    ]
+
+
+def _is_static(module: torch.nn.Module) -> bool:
+    kinds = str(module.__dict__.get("rope_type"))  # of the layer types
+    return "dynamic" not in kinds and "longrope" not in kinds
 
 
 def weights_by_adapter(model: torch.nn.Module) -> dict[str | None, list[torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import numbers
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,7 +118,8 @@ def request_settings(
 
     Raises:
         ValueError: What Transformers' processors and criteria refuse.
-        InvalidRequestError: If a token lies outside the vocabulary, or a list holds something that cannot be called.
+        InvalidRequestError: If a token lies outside the vocabulary, a list holds something that cannot be called, or a
+            setting is of a kind that Transformers would stumble over without naming it.
         NotSupportedError: For several beams, which are no single request.
     """
     if (config.num_beams or 1) > 1:
@@ -125,6 +127,7 @@ def request_settings(
     processors = _callables("logits_processor", custom.logits_processor)
     criteria = _callables("stopping_criteria", custom.stopping_criteria)
     config = _complete(model, config, prompt_length, max_tokens, min_tokens)
+    _check_kinds(config)
     limits: Limits = model.engine.limits
     # Transformers' constructors refuse what is wrong with a setting.
     stock = _stock_processors(model, config, prompt_length, dataclasses.replace(custom, logits_processor=None), "cpu")
@@ -215,6 +218,33 @@ def banned_sequences(config: GenerationConfig, eos: torch.Tensor | None, limits:
     check_banned(words, limits)
     ends = _tokens(eos)
     return tuple(tuple(word) for word in words if not (len(word) == 1 and word[0] in ends))
+
+
+def _check_kinds(config: GenerationConfig) -> None:
+    """Names the setting where Transformers' own error would not."""
+    numbers = ("temperature", "top_p", "min_p") if config.do_sample else ()
+    for name in (*numbers, "max_time"):
+        value = getattr(config, name)
+        if value is not None and not _is_number(value):
+            raise InvalidRequestError(f"`{name}` must be a number, got {value!r:.200}.")
+    strings = config.stop_strings
+    is_list = isinstance(strings, (list, tuple, set)) and all(isinstance(string, str) for string in strings)
+    if not (strings is None or isinstance(strings, str) or is_list):
+        raise InvalidRequestError(f"`stop_strings` must be a string or a list of strings, got {strings!r:.200}.")
+    decay = config.exponential_decay_length_penalty
+    if decay is None:
+        return
+    if not (isinstance(decay, (list, tuple)) and len(decay) == 2 and all(map(_is_number, decay))):
+        raise InvalidRequestError(
+            "`exponential_decay_length_penalty` must be two numbers, the tokens after which it begins and its factor, "
+            f"got {decay!r:.200}."
+        )
+    if config._eos_token_tensor is None:
+        raise InvalidRequestError("`exponential_decay_length_penalty` favours `eos_token_id`, which has to be set.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _by_row(config: GenerationConfig) -> bool:

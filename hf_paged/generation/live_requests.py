@@ -264,7 +264,9 @@ class LiveRequests:
             if request.error is None:
                 try:
                     self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a tokenizer's panic is no `Exception`
                     self._fail_text(request, error)
         for state in touched.values():
             self._settle(state)
@@ -344,7 +346,9 @@ class LiveRequests:
             for answer in state.answers:
                 try:
                     answer.advance()
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
                     self._fail_text(answer.request, error)
                 self._sampler.forget(answer.request.request_id)
             self.states.pop(state.request_id, None)
@@ -354,17 +358,19 @@ class LiveRequests:
         if state.on_update is not None:
             try:
                 state.on_update(state)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # its `SystemExit` would end the requests of all others
                 self._fail_callback(state, error)
 
-    def _fail_text(self, request: Request, cause: Exception) -> None:
+    def _fail_text(self, request: Request, cause: BaseException) -> None:
         """A request whose tokenizer raises fails alone."""
         error = EngineError(f"The text of request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._fail(request, error)
         request.error = request.error or error
 
-    def _fail_callback(self, state: RequestState, cause: Exception) -> None:
+    def _fail_callback(self, state: RequestState, cause: BaseException) -> None:
         """Whoever waits for a request by a callback that raises is told so by the request, and nobody else is."""
         state.on_update = None
         error = EngineError(f"The callback of request {state.request_id!r} raised {type(cause).__name__}: {cause}")

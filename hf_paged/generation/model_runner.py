@@ -162,6 +162,8 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")
+        # Experts multiply the tokens of a call that chose them, so that their products depend on which those are.
+        self._tile_tokens = 1 if tiled and has_experts(model) else TILE
 
     @property
     def model(self) -> Any:
@@ -241,13 +243,13 @@ class ModelRunner:
     def _launch_tiles(
         self, output: SchedulerOutput, recorder: StepRecorder, embeds: Mapping[str, torch.Tensor] | None
     ) -> StepHandle:
-        """The batch-invariant way: every share in calls of its own, of one width."""
+        """The batch-invariant way: every share in calls of its own, of one width; with experts every token."""
         sampled: list[torch.Tensor] = []
         prompts: dict[str, list[torch.Tensor]] = {}
         for share in output.scheduled:
             start, end = share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens
             while start < end:
-                count = min(end, (start // TILE + 1) * TILE) - start
+                count = min(end - start, TILE - start % TILE, self._tile_tokens)
                 inputs = self.batch.build_tile(share, start, count)
                 self.cache.begin(inputs.metadata)
                 logits = self._call(inputs, recorder, embeds)[start % TILE : start % TILE + count]
@@ -312,3 +314,15 @@ class ModelRunner:
             )
             copies.append((key, value))
         return copies
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Returns whether a model has layers in which each token goes through some experts only.
+
+    Args:
+        model (`torch.nn.Module`):
+            Any model.
+    """
+    return any(
+        "experts" in name.lower() for module in model.modules() for name in (*module._modules, type(module).__name__)
+    )

@@ -1,4 +1,4 @@
-"""Notices that a model computes other K/V than before: its weights were written or replaced, or an adapter switched."""
+"""Notices that a model computes other K/V than before: by other weights, another adapter, or hooks in its forward."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from .adapters import CHANGES, is_adapter_layer, layer_state, taking_part, weights_by_adapter
+from .adapters import CHANGES, is_adapter_layer, lasting_buffers, layer_state, taking_part, weights_by_adapter
 
 if TYPE_CHECKING:
     from ..cache.block_manager import BlockManager
 
 _epochs = itertools.count(1)
 _version = operator.attrgetter("_version")
+_CAPTURING = "transformers.utils.output_capturing"
 _optimizer_steps: dict[int, int] = {}  # by the address of a parameter
 
 
@@ -96,10 +99,12 @@ class WeightWatch:
     (`load_state_dict`, `copy_`), and the number of optimizer steps that it took part in. A change of the model's own
     weights makes all cached K/V worthless. Adapters come and go instead: the K/V under each state of them are kept
     apart by a key, and found again when that state comes back. The key stands for the weights that take part and their
-    scales, not for an adapter's name.
+    scales, not for an adapter's name. Forward hooks, forward pre-hooks and a `forward` that was set on a module count
+    as its own weights: adding or removing one (a steering vector) is a write.
 
     What it cannot see is for `Engine.weights_changed`: writes through `weight.data` other than PEFT's own, through
-    arrays that share a weight's memory, and in place to inference tensors.
+    arrays that share a weight's memory, and in place to inference tensors; what a hook reads; plain attributes of
+    modules (`scaling`), modules without weights that are replaced, and methods that are replaced in a class.
 
     Args:
         model (`PreTrainedModel`):
@@ -114,6 +119,8 @@ class WeightWatch:
         self._adapters: dict[str, tuple[_Seen, int]] = {}  # with a number that no other state of any weights has
         self._states: list[tuple] = []
         self._changes = (0, 0)
+        self._patches: tuple[list, list] = ([], [])
+        self._num_handles = 0  # how many hooks there were in this process, of whatever model
         _watch_optimizers()
         self._look(model)
 
@@ -139,7 +146,9 @@ class WeightWatch:
             blocks.confirm()
 
     def confirm(self, blocks: BlockManager) -> None:
-        """Vouches for what a step has computed, if no adapter was switched meanwhile; to be called after each step.
+        """Vouches for what a step has computed; to be called after each step.
+
+        Not if an adapter was switched meanwhile, or a hook made: either may be gone before the next look.
 
         Weights that were written need no attention here: those of before never come back.
 
@@ -147,25 +156,30 @@ class WeightWatch:
             blocks (`BlockManager`):
                 The blocks of the model's engine.
         """
-        if CHANGES.num_switches == self._changes[1] and blocks.weights_key == self.key:
+        is_same = CHANGES.num_switches == self._changes[1] and RemovableHandle.next_id == self._num_handles
+        if is_same and blocks.weights_key == self.key:
             blocks.confirm()
 
     def _look(self, model: torch.nn.Module) -> tuple[bool, bool]:
-        """Returns whether the model's own weights were written or replaced, and whether any adapter was switched."""
+        """Returns whether the model's own part was changed, and whether an adapter or a hook came, and maybe went."""
         CHANGES.install()
         changes = CHANGES.num_writes, CHANGES.num_switches  # read first: a change meanwhile is seen by the next look
-        tensors, layers = _weights_and_layers(model)
+        num_handles, num_handles_before = RemovableHandle.next_id, self._num_handles
+        self._num_handles = num_handles
+        tensors, layers, patches = _parts_of(model)
+        is_patched, self._patches = patches != self._patches, patches
+        is_hooked = num_handles != num_handles_before
         states = [layer_state(layer) for layer in layers]
         before = self._changes
         if changes == before and states == self._states and self._all.are_still(tensors):
-            return False, False
+            return is_patched, is_hooked
         weights = weights_by_adapter(model)
         own = weights.pop(None, [])
-        is_written = changes[0] != before[0] or not self._own.are_still(own)
+        is_written = is_patched or changes[0] != before[0] or not self._own.are_still(own)
         self._changes, self._states, self._all, self._own = changes, states, _Seen(tensors), _Seen(own)
         self._adapters = {str(name): self._numbered(str(name), tensors) for name, tensors in weights.items()}
         self.key = self._make_key()
-        return is_written, changes[1] != before[1]
+        return is_written, is_hooked or changes[1] != before[1]
 
     def _numbered(self, name: str, tensors: list[torch.Tensor]) -> tuple[_Seen, int]:
         known = self._adapters.get(name)
@@ -180,10 +194,18 @@ class WeightWatch:
         return (("adapters", hashlib.blake2b(repr(content).encode(), digest_size=16).digest()),)
 
 
-def _weights_and_layers(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.nn.Module]]:
-    """All parameters and saved buffers, and the layers of adapters, in one quick pass: every request asks for it."""
+def _parts_of(
+    model: torch.nn.Module,
+) -> tuple[list[torch.Tensor], list[torch.nn.Module], tuple[list[int], list[Any]]]:
+    """What a forward depends on, in one quick pass, since every request asks for it.
+
+    All parameters and lasting buffers, the layers of adapters, and what was put into the forward: the numbers of hooks,
+    which no two hooks of a process share, and references to the forwards that were set on modules.
+    """
     tensors: list[torch.Tensor | None] = []
-    layers = []
+    layers: list[torch.nn.Module] = []
+    hooks = [*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks]
+    forwards: list[Any] = []
     modules: list[torch.nn.Module | None] = [model]
     while modules:
         module = modules.pop()
@@ -192,8 +214,25 @@ def _weights_and_layers(model: torch.nn.Module) -> tuple[list[torch.Tensor], lis
         modules += module._modules.values()
         tensors += module._parameters.values()
         if module._buffers:
-            transient = module._non_persistent_buffers_set
-            tensors += [buffer for name, buffer in list(module._buffers.items()) if name not in transient]
+            tensors += [buffer for _, buffer in lasting_buffers(module)]
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks += _numbers(module._forward_hooks)
+            hooks += _numbers(module._forward_pre_hooks)
+        if "forward" in module.__dict__:
+            forwards.append(_reference(module.forward))
         if is_adapter_layer(module):
             layers.append(module)
-    return [tensor for tensor in tensors if tensor is not None], layers
+    return [tensor for tensor in tensors if tensor is not None], layers, (hooks, forwards)
+
+
+def _numbers(hooks: Mapping[int, Any]) -> list[int]:
+    """Without the hooks by which Transformers returns hidden states: it makes them at the first call that wants any."""
+    return [number for number, hook in list(hooks.items()) if getattr(hook, "__module__", None) != _CAPTURING]
+
+
+def _reference(function: Any) -> Any:
+    """Equals the reference of a later moment only if the function is the same; does not keep it alive."""
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return id(function)

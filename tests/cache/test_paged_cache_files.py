@@ -146,6 +146,8 @@ def test_file_of_something_else_is_refused(tmp_path):
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(CacheFileError, match="not a saved PagedCache"):
         PagedCache.load(path)
+    with pytest.raises(CacheFileError, match="is a folder"):
+        PagedCache.load(tmp_path)
     path.write_text("not even that")
     with pytest.raises(CacheFileError, match="no safetensors file"):
         PagedCache.load(path)
@@ -160,6 +162,7 @@ def test_file_of_something_else_is_refused(tmp_path):
         ("block_size", "16", "block ids in each row"),
         ("block_size", "[", "lacks a part"),
         ("tables", None, "lacks a part"),
+        ("tables", "[" * 100_000, "lacks a part"),
         ("tables", "[[0, 1, 2], [3, 4]]", "block ids in each row"),
         ("tables", "[[0, 1, 2], [3, 4, 9]]", "number its blocks"),
         ("tables", "[[0, 1, 2], [3, 4, -1]]", "block ids in each row"),

@@ -17,7 +17,7 @@ def answer(output):
     return completion.token_ids, [{t: e.logprob for t, e in entry.items()} for entry in completion.logprobs]
 
 
-@pytest.fixture(params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(params=["llama", "gemma2", "gpt2", "mixtral", "olmoe", "gpt_oss"])
 def model(request):
     return tiny_model(request.param)
 

@@ -439,6 +439,30 @@ def test_what_transformers_refuses(fields):
         settings_of(make_config(**fields))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("top_p", "most"),
+        ("min_p", "some"),
+        ("max_time", "soon"),
+        ("stop_strings", [1]),
+        ("stop_strings", 5),
+        ("exponential_decay_length_penalty", (1,)),
+        ("exponential_decay_length_penalty", ("a", 1.0)),
+        ("exponential_decay_length_penalty", 3),
+    ],
+)
+def test_an_error_names_the_setting(name, value):
+    with pytest.raises(InvalidRequestError, match=f"`{name}`"):
+        settings_of(make_config(do_sample=True, **{name: value}), tokenizer=tiny_tokenizer())
+
+
+def test_a_penalty_in_favour_of_no_end_token():
+    with pytest.raises(InvalidRequestError, match="eos_token_id"):
+        settings_of(make_config(exponential_decay_length_penalty=(2, 1.5), eos_token_id=None))
+
+
 def test_what_is_no_list_of_callables():
     for name in ("logits_processor", "stopping_criteria"):
         with pytest.raises(InvalidRequestError, match=name):

@@ -1,6 +1,8 @@
-"""Weights that change: a cached prefix of the old ones would go on for ever in the new model's answers."""
+"""Models that change: a cached prefix of the old weights or hooks would go on for ever in the new one's answers."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -94,6 +96,27 @@ def layers_swapped(model):
     layers[0].self_attn.v_proj, layers[1].self_attn.v_proj = weights[1], weights[0]
 
 
+def steered(module, arguments, result):
+    return result + torch.arange(result.shape[-1]) / 8
+
+
+def hook(model):
+    return model.model.layers[0].register_forward_hook(steered)
+
+
+def pre_hook(model):
+    return model.model.layers[0].register_forward_pre_hook(lambda module, arguments: (-arguments[0], *arguments[1:]))
+
+
+def forward_patched(model):
+    module = v_proj(model)
+    module.forward = lambda states: -type(module).forward(module, states)
+
+
+def frequencies(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)  # not saved with the model
+
+
 WAYS = [
     in_place,
     optimizer,
@@ -106,6 +129,10 @@ WAYS = [
     data_replaced,
     swapped,
     layers_swapped,
+    hook,
+    pre_hook,
+    forward_patched,
+    frequencies,
 ]
 
 
@@ -153,6 +180,46 @@ def test_weights_that_change_during_a_step_do_not_poison_the_cache():
     assert ask(model) == (stock_answer(fresh), 0)
 
 
+@pytest.mark.parametrize("put_in", [hook, pre_hook])
+def test_hooks_that_are_removed_take_their_cache_along(put_in):
+    model = paged(block_size=4)
+    clean = ask(model)[0]
+    for _ in range(2):
+        handle = put_in(model)
+        assert ask(model)[0] != clean and ask(model)[1] == 40
+        handle.remove()
+        assert ask(model) == (clean, 0)
+    assert ask(model) == (clean, 40)
+
+
+def test_a_patched_forward_that_is_removed_takes_its_cache_along():
+    model = paged(block_size=4)
+    clean = ask(model)[0]
+    forward_patched(model)
+    assert ask(model)[0] != clean and ask(model)[1] == 40
+    del v_proj(model).forward
+    assert ask(model) == (clean, 0)
+
+
+def test_hooks_that_come_and_go_while_a_request_runs_do_not_poison_the_cache():
+    """At the next look the model is what it was at the last one."""
+    model = paged(block_size=4)
+    engine = model.engine
+    with engine.requests() as states:
+        states.append(engine.add_request(PROMPT, PARAMS.replace(max_tokens=20)))
+        for put_in in (lambda: None, lambda: hook(model)):
+            handle = put_in()
+            for _ in range(6):
+                engine.step()
+        handle.remove()
+        list(engine.as_finished(states))
+    whole = states[0].group.requests[0].token_ids
+    answer, num_cached = ask(model, whole)
+    assert answer == stock_answer(tiny_model("llama"), whole)
+    assert 40 <= num_cached <= len(PROMPT) + 6
+    assert_idle(engine)
+
+
 def test_tied_weights():
     model, fresh = (tiny(overrides={"tie_word_embeddings": True}) for tiny in (paged, _tied))
     ask(model)
@@ -185,6 +252,22 @@ def test_what_changes_no_weights_keeps_the_cache():
     assert ask(model.eval()) == (answer, 40)
     model.requires_grad_(False).zero_grad()
     model.to("cpu").float().state_dict()
+    assert ask(model) == (answer, 40)
+
+
+def test_hidden_states_keep_the_cache():
+    """Transformers puts hooks of its own into a model to return them."""
+    model = paged(block_size=4)
+    answer, _ = ask(model)
+    model(input_ids=torch.tensor([PROMPT]), output_hidden_states=True)
+    assert ask(model) == (answer, 40)
+
+
+def test_hooks_of_peft_count_once():
+    """`prepare_model_for_kbit_training` and gradient checkpointing leave a hook in the model."""
+    model = paged(block_size=4)
+    model.enable_input_require_grads()
+    answer, _ = ask(model)
     assert ask(model) == (answer, 40)
 
 
@@ -259,6 +342,42 @@ def test_saved_buffers_are_weights_and_others_are_not():
     assert told(watch) == ["same"]
     model[0].running_mean.add_(1)
     assert told(watch) == ["written", "same"]
+
+
+def test_forwards_of_modules():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    watch = WeightWatch(model)
+    model[0].forward = functools.partial(torch.nn.Linear.forward, model[0])
+    assert [told(watch) for _ in range(2)] == [["written", "same"], ["same"]]
+    for _ in range(3):  # the new one may well get the old one's place in memory
+        del model[0].forward
+        model[0].forward = functools.partial(torch.nn.Linear.forward, model[0])
+        assert [told(watch) for _ in range(2)] == [["written", "same"], ["same"]]
+    model[0].forward = model[0].forward
+    assert told(watch) == ["same"]
+
+
+def test_hooks_of_all_modules():
+    watch = WeightWatch(model := torch.nn.Linear(3, 3))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, arguments, result: None)
+    try:
+        assert told(watch)[0] == "written"
+        assert told(watch) == ["same"]
+    finally:
+        handle.remove()
+    assert told(watch) == ["written", "same"] and model is not None
+
+
+def test_frequencies_that_transformers_writes_anew_are_no_weights():
+    model = torch.nn.Module()
+    model.register_buffer("inv_freq", torch.ones(3), persistent=False)
+    watch = WeightWatch(model)
+    model.inv_freq = torch.zeros(3)
+    assert told(watch) == ["written", "same"]
+    model.rope_type = {"full_attention": "dynamic"}
+    assert told(watch) == ["written", "same"]
+    model.inv_freq = torch.ones(3)
+    assert told(watch) == ["same"]
 
 
 def test_memory_that_is_used_again_is_another_weight(monkeypatch):

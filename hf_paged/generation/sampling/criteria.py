@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InvalidRequestError
+from ...errors import EngineError, InvalidRequestError
 from ..request import Request
 from .row_processors import name_of
 
@@ -31,6 +31,7 @@ def stops(request: Request, scores: Any = None, device: torch.device | str = "cp
     Raises:
         InvalidRequestError: If one returns neither a bool nor a tensor of one bool.
         Exception: What a criterion raises.
+        EngineError: If it raises something that is no `Exception`, such as `SystemExit`.
     """
     criteria = request.extras.stopping_criteria
     if not criteria:
@@ -44,9 +45,13 @@ def stops(request: Request, scores: Any = None, device: torch.device | str = "cp
 def _answer(criterion: Any, request: Request, input_ids: torch.Tensor, scores: Any) -> bool:
     try:
         answer = criterion(input_ids, scores)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         error.add_note(f"Raised by stopping criterion {name_of(criterion)} of request {request.request_id!r}.")
         raise
+    except BaseException as error:  # such as `SystemExit`, which would end the work for others
+        raise EngineError(
+            f"Stopping criterion {name_of(criterion)} of request {request.request_id!r} raised {error!r}."
+        ) from error
     if isinstance(answer, bool):
         return answer
     if isinstance(answer, torch.Tensor) and answer.dtype == torch.bool and answer.numel() == 1:

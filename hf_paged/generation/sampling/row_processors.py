@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InvalidRequestError
+from ...errors import EngineError, InvalidRequestError
 from ..request import Request
 from .processors import Batch
 
@@ -51,7 +51,10 @@ class RowProcessors:
                 `[requests, vocab_size]` float32, contiguous.
 
         Returns:
-            `dict[int, Exception]`: What processors raised, by row.
+            `dict[int, Exception]`: What processors raised, by row; an `EngineError` where that was no `Exception`.
+
+        Raises:
+            KeyboardInterrupt: Only this one ends the step.
         """
         errors: dict[int, Exception] = {}
         for row in self.rows:
@@ -71,9 +74,15 @@ class RowProcessors:
         for processor in self._batch.memory.recall(request, "processors", _make):
             try:
                 result = processor(input_ids, scores)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 error.add_note(f"Raised by logits processor {name_of(processor)} of request {request.request_id!r}.")
                 raise
+            except BaseException as error:
+                # The thread that is here works for others too, and whoever waits may be an event loop: `SystemExit`
+                # would end them.
+                raise EngineError(
+                    f"Logits processor {name_of(processor)} of request {request.request_id!r} raised {error!r}."
+                ) from error
             scores = _checked(result, scores, processor)
         return scores
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_paged.errors import InvalidRequestError
+from hf_paged.errors import EngineError, InvalidRequestError
 from hf_paged.generation.request import Request, RequestExtras
 from hf_paged.generation.sampling.criteria import stops
 from hf_paged.generation.sampling.params import SamplingParams
+from tests.paged_models import assert_idle, paged
 
 
 def make_request(*criteria):
@@ -72,3 +73,40 @@ def test_what_a_criterion_raises():
     with pytest.raises(LookupError, match="mine") as raised:
         stops(make_request(my_criterion))
     assert "my_criterion" in raised.value.__notes__[0]
+
+
+def test_what_would_end_a_thread():
+    def my_criterion(input_ids, scores):
+        raise SystemExit(3)
+
+    with pytest.raises(EngineError, match=r"my_criterion.*'a' raised SystemExit\(3\)"):
+        stops(make_request(my_criterion))
+
+
+def test_interrupts_are_not_swallowed():
+    def my_criterion(input_ids, scores):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stops(make_request(my_criterion))
+
+
+@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria", "on_update"])
+def test_system_exit_of_one_request_does_not_touch_another(where):
+    """They share the steps, which the thread of either of them may be running."""
+
+    def leave(*arguments):
+        raise SystemExit(7)
+
+    model = paged(block_size=4)
+    engine, params = model.engine, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    alone = engine.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    own = {"on_update": leave} if where == "on_update" else {"extras": RequestExtras(**{where: [leave]})}
+    with engine.requests() as states:
+        states.append(engine.add_request([9, 8, 7], params, **own))
+        states.append(engine.add_request([5, 6, 7], params))
+        while engine.has_unfinished:
+            engine.step()
+    assert type(states[0].error) is EngineError and "SystemExit" in str(states[0].error)
+    assert states[1].error is None and states[1].group.requests[0].token_ids[3:] == alone
+    assert_idle(engine)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from hf_paged.errors import InvalidRequestError
+from hf_paged.errors import EngineError, InvalidRequestError
 from hf_paged.generation.request import Request, RequestExtras
 from hf_paged.generation.sampling.features import SamplingFeatures
 from hf_paged.generation.sampling.params import SamplingParams
@@ -130,6 +130,17 @@ def test_an_error_keeps_no_scores_of_the_batch():
     del error, traceback
     gc.collect()
     assert kept[0]() is None
+
+
+@pytest.mark.parametrize("raised", [SystemExit(7), GeneratorExit()])
+def test_what_would_end_a_thread_fails_one_request(raised):
+    def processor(input_ids, scores):
+        raise raised
+
+    requests = [make_request("a", [processor]), make_request("b")]
+    result = Sampler(VOCAB_SIZE).sample(torch.zeros(2, VOCAB_SIZE), requests, [0, 0])
+    assert list(result.errors) == [0] and type(result.errors[0]) is EngineError
+    assert result.errors[0].__cause__ is raised and "request 'a' raised" in str(result.errors[0])
 
 
 def test_interrupts_are_not_swallowed():
