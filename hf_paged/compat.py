@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import dataclasses
@@ -233,7 +234,11 @@ def served_through(page: Callable[[Any], Any], prepare: Callable[[Any], object])
     build = server.build_server
 
     def build_server(*args: Any, **kwargs: Any) -> Any:
+        for handler in (*args, *kwargs.values()):
+            if isinstance(handler, utils.BaseHandler):
+                _blame_client(handler)
         app = build(*args, **kwargs)
+        app.add_middleware(_ShowsConnection)
         prepare(app)
         return app
 
@@ -248,7 +253,79 @@ def served_through(page: Callable[[Any], Any], prepare: Callable[[Any], object])
         yield
 
 
+_receive: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("hf_paged_serve_receive")
+
+
+class _ShowsConnection:
+    """Middleware that lets those who answer a request see whether its client is still there."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Any) -> None:
+        _receive.set(receive)
+        await self._app(scope, receive, send)
+
+
+async def _wait_while_connected(task: asyncio.Future) -> None:
+    """Waits for a task that answers a request, whose body was read, or for the end of the client's connection."""
+
+    async def leave() -> None:
+        while (await _receive.get()())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watch.cancel()
+
+
+def _blame_client(handler: Any) -> None:
+    """Makes a handler of Transformers' server say of a field it cannot read that the request is wrong."""
+
+    def readable(name: str) -> None:
+        read = getattr(handler, name, None)
+        if read is None:
+            return
+
+        @functools.wraps(read)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            with _invalid_request():
+                return read(*args, **kwargs)
+
+        setattr(handler, name, checked)
+
+    validate = handler._validate_request
+
+    def validate_request(body: dict) -> None:
+        validate(body)
+        messages = body.get("messages")
+        takes_messages = "messages" in getattr(handler._valid_params_class, "__mutable_keys__", ())
+        if takes_messages and not (messages and isinstance(messages, list)):
+            raise InvalidRequestError(f"`messages` must be a list of at least one message, got {messages!r}.")
+
+    handler._validate_request = validate_request
+    for name in ("_build_generation_config", "get_processor_inputs_from_messages"):
+        readable(name)
+
+
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+
+
+@contextlib.contextmanager
+def _invalid_request(faults: tuple[type[Exception], ...] = _UNREADABLE) -> Iterator[None]:
+    """What Transformers raises over a field of a request is the request's fault."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except faults as error:
+        raise InvalidRequestError(f"A field of the request makes no sense: {type(error).__name__}: {error}") from error
+
+
 def _paged_generation_state() -> type:
+    from fastapi import HTTPException
     from transformers.cli.serving import utils
 
     class PagedGenerateManager(utils.CBGenerateManager):
@@ -267,7 +344,17 @@ def _paged_generation_state() -> type:
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
         ) -> Any:
             with _PerRequest.settings(gen_config, processor):
-                return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+                answer = super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+                task = asyncio.ensure_future(answer)
+            try:
+                await _wait_while_connected(task)
+            finally:
+                if not task.done():
+                    self._cb.cancel_request(args[0] if args else kwargs["request_id"])  # type: ignore[union-attr]
+                    task.cancel()
+            if not task.done():
+                raise HTTPException(499, "The client closed the connection.")
+            return task.result()
 
     class PagedGenerationState(utils.GenerationState):
         def use_continuous_batching(self, model: Any, modality: Any) -> bool:
@@ -296,7 +383,8 @@ class _PerRequest:
     def settings(cls, generation_config: Any, processor: Any) -> Iterator[None]:
         """What requests that are added meanwhile, by the calling task, bring along."""
         if isinstance(generation_config.sequence_bias, dict):  # `logit_bias`, whose whole numbers JSON makes ints
-            bias = {tokens: float(value) for tokens, value in generation_config.sequence_bias.items()}
+            with _invalid_request():
+                bias = {tokens: float(value) for tokens, value in generation_config.sequence_bias.items()}
             generation_config.sequence_bias = bias
         tokenizer = getattr(processor, "tokenizer", processor)
         token = cls._settings.set({"generation_config": generation_config, "tokenizer": tokenizer})
@@ -306,12 +394,8 @@ class _PerRequest:
             cls._settings.reset(token)
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _invalid_request((ValueError, TypeError)):  # what Transformers' processors say of a setting
             return self._manager.add_request(*args, **{**self._settings.get(), **kwargs})
-        except ValueError as error:
-            if isinstance(error, InvalidRequestError):
-                raise
-            raise InvalidRequestError(str(error)) from error  # what Transformers' processors say of a setting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)

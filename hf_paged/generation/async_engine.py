@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from ..errors import EngineClosedError, InvalidRequestError, RequestAbortedError
+from . import exit_guard
 from .answer import RequestState
 from .outputs import RequestOutput
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT = 10.0
 
 
 class AsyncEngine:
@@ -65,6 +68,7 @@ class AsyncEngine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hf_paged-engine", daemon=True)
                 self._thread.start()
+                exit_guard.guard(self)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -177,6 +181,13 @@ class AsyncEngine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.engine.abort_all(list(self._live.values()))
+
+    def end_at_exit(self) -> None:
+        """Ends the thread, for the end of the interpreter; waits ten seconds at most."""
+        self._stop.set()
+        self.engine.wake()
+        if self._thread is not None:
+            self._thread.join(_EXIT_TIMEOUT)
 
 
 def _cut(output: RequestOutput, sent: dict[int, tuple[int, int]]) -> None:

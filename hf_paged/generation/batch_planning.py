@@ -34,6 +34,9 @@ _UNSUPPORTED = {
 }
 
 
+_PROMPTS = ("inputs", "input_ids", "attention_mask")  # as keywords: the prompts have come another way
+
+
 @dataclasses.dataclass(frozen=True)
 class Wishes:
     """What a request of `generate_batch` or of the manager may ask for beside its `GenerationConfig`.
@@ -254,7 +257,8 @@ class _Settings:
         model_kwargs = config.update(**fields)  # afterwards: Transformers warns where both are given
         model._validate_model_kwargs(dict(model_kwargs))  # Transformers' error for unknown names
         self._config = config
-        name = foreign_input(model_kwargs)
+        names = (name for name in _PROMPTS if model_kwargs.get(name) is not None)
+        name = next(names, None) or foreign_input(model_kwargs)
         if name is not None:
             raise NotSupportedError(f"`{name}` is an input of `generate`; a batch takes prompts of tokens or texts.")
         for name, way_out in _UNSUPPORTED.items():
@@ -262,6 +266,7 @@ class _Settings:
                 raise NotSupportedError(f"`{name}` is not returned by a batch; {way_out}.")
         self.wants_scores = wishes.scores or outputs["output_scores"]
         self._hidden_states = wishes.hidden_states or outputs["output_hidden_states"]
+        _check_counts(config)
         for name, value in {**_CACHE_FIELDS, **_OUTPUT_FIELDS}.items():
             setattr(config, name, value)
         self.num_answers = config.num_return_sequences or 1
@@ -377,6 +382,13 @@ def _without_outputs(
         for name in names:
             setattr(given, name, None)
     return given, {name: value for name, value in fields.items() if name not in names}, outputs
+
+
+def _check_counts(config: GenerationConfig) -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidRequestError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
 
 
 def _reason(model: Any, config: GenerationConfig, wishes: Wishes) -> str | None:

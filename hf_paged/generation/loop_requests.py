@@ -50,7 +50,7 @@ class LoopRequest:
         self._on_update = on_update
         self._times: list[float] | None = [] if record_timestamps else None
         self._cancelled = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._created, self._started, self._ended = time.perf_counter(), -1.0, -1.0
         self._answers: list[list[int]] = [[] for _ in range(planned.num_answers)]
         self._logprobs: list[list[float]] = [[] for _ in range(planned.num_answers)]
@@ -81,7 +81,7 @@ class LoopRequest:
                     stack.enter_context(torch.autocast(device, dtype))
                 if not self._cancelled.is_set():
                     self._generate(model)
-        except Exception as error:
+        except BaseException as error:  # `sys.exit()` in a processor would else end a thread, and tell nobody
             logger.debug("request %r failed", self.request_id, exc_info=error)
             self._error = error
         finally:
@@ -92,7 +92,7 @@ class LoopRequest:
     def outputs(self) -> list[GenerationOutput]:
         """Returns all its answers so far."""
         cancelled = self._cancelled.is_set() and self.finished
-        error = str(self._error) if self._error is not None else "The request was cancelled." if cancelled else None
+        error = _words(self._error) if self._error is not None else "The request was cancelled." if cancelled else None
         if not self.finished:
             status = GenerationStatus.PENDING if self._started < 0 else GenerationStatus.DECODING
         else:
@@ -132,8 +132,9 @@ class LoopRequest:
         input_ids = torch.tensor([planned.tokens], device=model.device)
         output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
         sequences = output.sequences if wants_logprobs else output
+        pads = _pads(planned, len(sequences))
         for branch, row in enumerate(sequences[:, len(planned.tokens) :].tolist()):
-            self._answers[branch] = _without_padding(row, self._ends, planned.pad_token_id)
+            self._answers[branch] = _without_padding(row, self._ends, pads)
         if wants_logprobs:
             self._take_logprobs(model, output)
 
@@ -177,12 +178,29 @@ def _autocast_state() -> list[tuple[str, torch.dtype]]:
     return [(name, torch.get_autocast_dtype(name)) for name in devices if torch.is_autocast_enabled(name)]
 
 
-def _without_padding(tokens: list[int], ends: frozenset[int], pad: int | None) -> list[int]:
-    """What follows an end-of-sequence token is padding, and so are padding tokens at the end."""
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+
+
+def _pads(planned: PlannedRequest, num_rows: int) -> frozenset[int | None]:
+    """What fills rows that ended before others without an end-of-sequence token.
+
+    A single row is never filled, and without a criterion of the caller no row ends early but by that token. Padding
+    tokens are what the model chose then.
+    """
+    kwargs = planned.generate_kwargs
+    fillers: list[int | None] = [-1]  # beams without an end-of-sequence token are filled with -1
+    if kwargs.get("stopping_criteria") or kwargs["generation_config"].stop_strings or kwargs.get("custom_generate"):
+        fillers.append(planned.pad_token_id)
+    return frozenset(fillers) if num_rows > 1 else frozenset()
+
+
+def _without_padding(tokens: list[int], ends: frozenset[int], pads: frozenset[int | None]) -> list[int]:
+    """What follows an end-of-sequence token is padding, and so is what ends a row that was filled."""
     end = next((place + 1 for place, token in enumerate(tokens) if token in ends), None)
     if end is not None:
         return tokens[:end]
-    while tokens and tokens[-1] == pad:
+    while tokens and tokens[-1] in pads:
         tokens = tokens[:-1]
     return tokens
 

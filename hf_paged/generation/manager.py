@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -17,21 +16,24 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import EngineClosedError, EngineError, InvalidRequestError
+from . import exit_guard
 from .answer import RequestState
 from .batch_planning import PlannedRequest, Planner, Wishes, prompts_of
 from .batching_settings import BatchingSettings
 from .engine import Engine
+from .hf_generate import engine_obstacle
 from .loop_requests import LoopPool, LoopRequest
 from .manager_requests import LiveRequest, RequestTable
 from .manager_status import BackgroundThreadStatus
 from .outputs import GenerationOutput
 from .request import HiddenStatesWanted
-from .result_router import Handler, ResultRouter
+from .result_router import Handler, ResultRouter, running_loop
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _QUEUE_TIMEOUT = 10.0  # Transformers' own
+_EXIT_TIMEOUT = 10.0
 
 # Managers that were stopped with `keep_for_next_session`. They do not keep their model alive.
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, ContinuousBatchingManager] = weakref.WeakKeyDictionary()
@@ -91,6 +93,8 @@ class ContinuousBatchingManager:
         self._loops = LoopPool()
         self._requests = RequestTable(self._settings.max_queue_size)
         self._lock = self._requests.lock
+        self._unstarted_loops: list[LoopRequest] = []
+        weakref.finalize(self, self._requests.cancel_all).atexit = False
         self._stop = threading.Event()
         self._generation_thread: threading.Thread | None = None
         self._keep_pool = False
@@ -141,6 +145,9 @@ class ContinuousBatchingManager:
                 target=self._run, args=arguments, name="hf_paged-manager", daemon=True
             )
             self._generation_thread.start()
+            exit_guard.guard(self)
+            for request in self._take_unstarted_loops():
+                self._loops.submit(request, self.model)
 
     def is_running(self) -> bool:
         """Returns whether the thread is there."""
@@ -172,7 +179,7 @@ class ContinuousBatchingManager:
         """
         if self._generation_thread is None:
             logger.info("The manager was not started.")
-            self._requests.cancel_all()
+            self._cancel_unstarted()
             return
         if self._engine._turns.is_paused_by_me():
             raise EngineError("The manager cannot be stopped from inside a pause: leave `pause` before calling `stop`.")
@@ -234,9 +241,15 @@ class ContinuousBatchingManager:
             yield
 
     def warmup(self) -> None:
-        """Runs two steps, so that the first request does not wait for the pool."""
-        self.engine.generate([[0]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False))
+        """Runs two steps, so that the first request does not wait for the pool, if the engine runs requests now."""
+        if engine_obstacle(self.model) is None:
+            self.engine.generate([[0]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False))
         self.warmed_up = True
+
+    def end_at_exit(self) -> None:
+        """Ends the thread, for the end of the interpreter; waits ten seconds at most."""
+        if self.is_running():
+            self.stop(hard_stop=True, timeout=_EXIT_TIMEOUT)
 
     def _run(self, engine: Engine, stop: threading.Event, inference_mode: bool) -> None:
         status = self.background_thread_status
@@ -244,7 +257,7 @@ class ContinuousBatchingManager:
             with torch.inference_mode(inference_mode):
                 while not stop.is_set():
                     self._serve(engine, stop)
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the manager's thread died")
             status.record_fatal_error(error)
             self._requests.cancel_all()
@@ -273,6 +286,19 @@ class ContinuousBatchingManager:
                 return
             self._stop.set()
         self._engine.wake()
+
+    def _take_unstarted_loops(self) -> list[LoopRequest]:
+        with self._lock:
+            requests, self._unstarted_loops = self._unstarted_loops, []
+        return requests
+
+    def _cancel_unstarted(self) -> None:
+        sides = [live.request for live in self._requests.cancel_all()]
+        for request in self._take_unstarted_loops():
+            request.run(self.model)  # it is cancelled, and says so
+        turns = self._engine._turns
+        if not (turns.is_mine() or turns.is_paused_by_me()):  # else the next step ends them
+            self._engine.abort_all([side for side in sides if isinstance(side, RequestState)])
 
     def _free_pool(self, engine: Engine) -> None:
         if engine.is_closed:
@@ -339,8 +365,8 @@ class ContinuousBatchingManager:
             stopping_criteria (`StoppingCriteriaList`, *optional*):
                 Called for this request alone.
             queue_timeout (`float`, defaults to 10.0):
-                Seconds to wait where `max_queue_size` requests are waiting already; inside an event loop, which a wait
-                would block, none.
+                Seconds to wait where `max_queue_size` requests are waiting already; none inside an event loop or a
+                handler, which a wait would block.
             kwargs (`Any`):
                 Fields of `GenerationConfig`, and further `Wishes`.
 
@@ -351,6 +377,7 @@ class ContinuousBatchingManager:
             InvalidRequestError: If something is wrong with the request.
             NotSupportedError: If a field asks for something that a batch cannot give.
             QueueFullError: If too many requests wait.
+            RequestAbortedError: If it is cancelled while it waits for room.
             EngineClosedError: If the manager is stopping or has stopped.
         """
         wishes = {
@@ -374,7 +401,8 @@ class ContinuousBatchingManager:
         live = LiveRequest(request_id, planned.num_answers, self._deliver, log, streaming=streaming)
         self._requests.add(live, self._check_open)
         try:
-            self._requests.wait_for_room(live, 0 if _in_event_loop() else queue_timeout)
+            can_wait = running_loop() is None and not engine._turns.is_mine()
+            self._requests.wait_for_room(live, queue_timeout if can_wait else 0)
             if planned.params is None:
                 self._start_loop(live, planned)
             else:
@@ -445,7 +473,7 @@ class ContinuousBatchingManager:
 
         Args:
             request_id (`str`):
-                Which.
+                Which. The id of one of several answers ends them all.
         """
         self._requests.cancel(request_id)
 
@@ -461,10 +489,16 @@ class ContinuousBatchingManager:
         Returns:
             `GenerationOutput` or `None`: None if nothing came in time, or nothing can come: the manager is not running,
             or knows no such request.
+
+        Raises:
+            EngineError: If it would have to wait inside a handler or another callback, for which the step waits.
         """
 
         def expected() -> bool:
-            return self.is_running() and (request_id is None or self._requests.expects(request_id))
+            can_come = self.is_running() and (request_id is None or self._requests.expects(request_id))
+            if can_come and self._engine._turns.is_mine():
+                raise EngineError("A handler cannot wait for a result: the step that brings it waits for the handler.")
+            return can_come
 
         return self._router.take(request_id, timeout, expected)
 
@@ -499,11 +533,7 @@ class ContinuousBatchingManager:
                 Called with each result on the running event loop, or, where there is none, in the thread that runs the
                 engine's steps.
         """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        self._router.handle(request_id, callback, loop)
+        self._router.handle(request_id, callback, running_loop())
 
     # ------------------------------------------------------------------ inside
 
@@ -535,6 +565,10 @@ class ContinuousBatchingManager:
         request = LoopRequest(live.request_id, planned, live.take_loop, record_timestamps=live.log.times is not None)
         live.cancel_by(request.cancel)
         live.watch(request)
+        with self._lock:
+            if self._generation_thread is None:
+                self._unstarted_loops.append(request)
+                return
         self._loops.submit(request, self.model)
 
     def _deliver(self, live: LiveRequest, outputs: list[GenerationOutput]) -> None:
@@ -560,11 +594,3 @@ def take_kept_manager(model: Any) -> ContinuousBatchingManager | None:
 def _check_config(config: Any) -> None:
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidRequestError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

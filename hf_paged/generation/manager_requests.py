@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
-from ..errors import InvalidRequestError, QueueFullError
+from ..errors import InvalidRequestError, QueueFullError, RequestAbortedError
 from .answer import RequestState
 from .batch_results import RequestLog, answer_id, output_of
 from .loop_requests import LoopRequest
@@ -23,7 +23,8 @@ class LiveRequest:
         num_answers (`int`):
             How many answers it has.
         deliver (`Callable[[LiveRequest, list[GenerationOutput]], None]`):
-            Called with results, in the thread that made them.
+            A method, called with results in the thread that made them. Its object is not kept alive: the engine, which
+            knows the request, must not keep a manager that nobody has started, and its model.
         log (`RequestLog`):
             What is written down after each token.
         streaming (`bool`, defaults to `False`):
@@ -42,11 +43,11 @@ class LiveRequest:
         self.request_id = request_id or ""
         self.number = -1  # how many came before it
         self.log = log
-        self._deliver = deliver
+        self._deliver = weakref.WeakMethod(deliver)
+        self._request: RequestState | LoopRequest | None = None
         self._streaming = streaming
         self._num_told = [0] * num_answers
         self._ended = [False] * num_answers
-        self._waits: Callable[[], bool] = lambda: True
         self._lock = threading.Lock()
         self._cancelled = False
         self._cancel: Callable[[], object] | None = None
@@ -59,7 +60,17 @@ class LiveRequest:
     @property
     def is_waiting(self) -> bool:
         """Returns whether nothing has been computed for it yet."""
-        return self._waits() and not self.finished
+        return (self._request is None or _waits(self._request)) and not self.finished
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Returns whether somebody has cancelled it."""
+        return self._cancelled
+
+    @property
+    def request(self) -> RequestState | LoopRequest | None:
+        """Returns the side of it of those who answer it, once they know it."""
+        return self._request
 
     def has_delivered(self, answer: str) -> bool:
         """Returns whether the last result of an answer has been told.
@@ -101,7 +112,7 @@ class LiveRequest:
                 Their side of it.
         """
         with self._lock:
-            self._waits = functools.partial(_waits, request)
+            self._request = request
             cancelled, cancel = self._cancelled, self._cancel
         if cancelled and cancel is not None:  # the engine may not have known it when it was cancelled
             cancel()
@@ -124,7 +135,7 @@ class LiveRequest:
                 continue
             self._num_told[branch], self._ended[branch] = count, request.is_finished
             outputs.append(output_of(state, answer, self.request_id, self.log))
-        self._deliver(self, outputs)
+        self._tell(outputs)
 
     def take_loop(self, request: LoopRequest) -> None:
         """Takes in news from a request that `generate` answers; called by its thread.
@@ -139,7 +150,12 @@ class LiveRequest:
             if finished or (self._streaming and count > self._num_told[branch]):
                 self._num_told[branch], self._ended[branch] = count, finished
                 outputs.append(output)
-        self._deliver(self, outputs)
+        self._tell(outputs)
+
+    def _tell(self, outputs: list[GenerationOutput]) -> None:
+        deliver = self._deliver()
+        if deliver is not None:
+            deliver(self, outputs)
 
 
 class RequestTable:
@@ -204,9 +220,12 @@ class RequestTable:
 
         Raises:
             QueueFullError: If there is no room in time.
+            RequestAbortedError: If it is cancelled meanwhile.
         """
         until = time.monotonic() + timeout
         while self._max_queue_size is not None:
+            if live.is_cancelled:
+                raise RequestAbortedError(f"Request {live.request_id!r} was cancelled while it waited for room.")
             with self.lock:
                 self._unscheduled = {name: other for name, other in self._unscheduled.items() if other.is_waiting}
                 if len(self._unscheduled) < self._max_queue_size:
@@ -226,8 +245,7 @@ class RequestTable:
             answer (`str`):
                 The answer's id.
         """
-        with self.lock:
-            live = self._live.get(answer) or self._live.get(answer.rpartition("__child#")[0])
+        live = self._find(answer)
         return live is not None and not live.has_delivered(answer)
 
     def cancel(self, request_id: str) -> None:
@@ -235,19 +253,23 @@ class RequestTable:
 
         Args:
             request_id (`str`):
-                Which.
+                Its id, or that of any of its answers.
         """
-        with self.lock:
-            live = self._live.get(request_id)
+        live = self._find(request_id)
         if live is not None:
             live.cancel()
 
-    def cancel_all(self) -> None:
-        """Cancels all requests."""
+    def cancel_all(self) -> list[LiveRequest]:
+        """Cancels all requests, and returns them."""
         with self.lock:
             everything = list(self._live.values())
         for live in everything:
             live.cancel()
+        return everything
+
+    def _find(self, answer: str) -> LiveRequest | None:
+        with self.lock:
+            return self._live.get(answer) or self._live.get(str(answer).rpartition("__child#")[0])
 
 
 def _waits(request: RequestState | LoopRequest) -> bool:

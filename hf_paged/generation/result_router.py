@@ -98,6 +98,14 @@ class ResultRouter:
         return output
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that runs in the calling thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 def _call(handler: Handler, loop: asyncio.AbstractEventLoop | None, output: GenerationOutput) -> None:
     """Calls a handler. One that raises, or whose loop is gone, must not touch the engine."""
     try:
@@ -105,5 +113,7 @@ def _call(handler: Handler, loop: asyncio.AbstractEventLoop | None, output: Gene
             handler(output)
         else:
             loop.call_soon_threadsafe(handler, output)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # `sys.exit()` in a handler is no wish of the thread that happens to run the step
         logger.exception("the result handler of request %r failed", output.request_id)

@@ -409,3 +409,31 @@ def test_loose_engine_ends_with_the_process():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stdout == "done\n", run.stderr
+
+
+def test_process_that_ends_while_the_thread_is_at_work():
+    """A daemon thread that the interpreter kills inside torch takes the process along."""
+    import subprocess
+    import sys
+
+    code = (
+        "import asyncio, sys, torch; torch.set_num_threads(1)\n"
+        "from tests.paged_models import paged, spend_time_in_torch\n"
+        "from hf_paged import AsyncEngine, SamplingParams\n"
+        "engine = AsyncEngine(paged(num_blocks=300, block_size=8)); spend_time_in_torch(engine.model)\n"
+        "async def one(i):\n"
+        "    async for output in engine.generate([5, 6, 7 + i], SamplingParams(max_tokens=450, temperature=0)):\n"
+        "        started.set()\n"
+        "async def run():\n"
+        "    global started\n"
+        "    started = asyncio.Event()\n"
+        "    global tasks\n"
+        "    tasks = [asyncio.create_task(one(i)) for i in range(6)]\n"
+        "    await started.wait()\n"
+        "    await asyncio.sleep(0.2)\n"
+        "loop = asyncio.new_event_loop()\n"
+        "loop.run_until_complete(run())\n"
+        "sys.exit(3)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 3, run.stderr

@@ -517,3 +517,31 @@ def test_a_batching_configuration_may_be_inside_the_generation_configuration(mod
     config = GenerationConfig(max_new_tokens=3)
     config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
     assert [len(result.logprobs) for result in run(model, PROMPTS[:2], config)] == [3, 3]
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+def test_padding_tokens_that_the_model_chose_stay(model, stock, num_answers):
+    prompt, fields = PROMPTS[0], {"num_beams": 2, "num_return_sequences": num_answers, "max_new_tokens": 6}
+    expected = stock.generate(torch.tensor([prompt]), eos_token_id=None, do_sample=False, **fields)
+    answers = expected[:, len(prompt) :].tolist()
+    results = run(model, [prompt], eos_token_id=-1, pad_token_id=answers[0][-1], do_sample=False, **fields)
+    assert [result.generated_tokens for result in results] == answers
+    assert {result.finish_reason for result in results} == {"length"}
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs", "attention_mask"])
+def test_prompts_as_keywords_are_refused(model, name):
+    given = torch.ones(1, 3, dtype=torch.long)
+    if name == "inputs":
+        with pytest.raises(TypeError, match="inputs"):
+            run(model, PROMPTS[:1], inputs=given)
+        return
+    with pytest.raises(NotSupportedError, match=f"`{name}` is an input"):
+        run(model, PROMPTS[:1], max_new_tokens=2, **{name: given})
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+@pytest.mark.parametrize("value", [0, -1, True], ids=repr)
+def test_counts_below_one_are_refused(model, name, value):
+    with pytest.raises(InvalidRequestError, match=f"`{name}` must be a whole number"):
+        run(model, PROMPTS[:1], max_new_tokens=2, **{name: value})

@@ -8,6 +8,8 @@ import gc
 import inspect
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +19,14 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager as Theirs
 
-from hf_paged.errors import EngineClosedError, EngineError, InvalidRequestError, InvalidTokenError, QueueFullError
+from hf_paged.errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    InvalidTokenError,
+    QueueFullError,
+    RequestAbortedError,
+)
 from hf_paged.generation.manager import ContinuousBatchingManager
 from hf_paged.generation.outputs import GenerationStatus
 from tests.conftest import random_prompts
@@ -605,3 +614,180 @@ def test_the_clock_of_max_time_is_each_requests_own(manager):
     second = manager.add_request(PROMPTS[0], generation_config=config)  # after the first one's time
     (result,) = collect(manager, [second])[0]
     assert len(result.generated_tokens) > 1
+
+
+# ------------------------------------------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize(("last_line", "code"), [("", 0), ("1 / 0", 1)], ids=["end", "exception"])
+def test_process_that_ends_while_the_thread_is_at_work(last_line, code):
+    """A daemon thread that the interpreter kills inside torch takes the process along."""
+    script = (
+        "import time, logging, torch; torch.set_num_threads(1); logging.basicConfig(level=logging.INFO)\n"
+        "from tests.paged_models import paged, spend_time_in_torch\n"
+        "model = paged(num_blocks=300, block_size=8); spend_time_in_torch(model)\n"
+        "unused = model.init_continuous_batching()\n"
+        "manager = model.init_continuous_batching(); manager.start()\n"
+        "ids = [manager.add_request([5, 6, 7 + i], max_new_tokens=450, streaming=True) for i in range(6)]\n"
+        "assert manager.get_result(ids[0], timeout=60) is not None\n"
+        f"{last_line}\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == code, run.stderr
+    assert "Logging error" not in run.stderr and run.stderr.count("Traceback") == code
+
+
+def test_stop_before_the_start_ends_what_was_added(model):
+    manager = model.init_continuous_batching()
+    ids = [manager.add_request(PROMPTS[0], max_new_tokens=LONG, **more) for more in ({}, {"num_beams": 2})]
+    assert not manager.is_running() and manager.get_result(timeout=0.01) is None
+    manager.stop()
+    assert not model.engine.has_unfinished
+    for request_id in ids:
+        result = manager.get_result(request_id)
+        assert result.status is GenerationStatus.FAILED and result.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("stop", [True, False], ids=["stopped", "dropped"])
+def test_manager_that_was_never_started_lets_the_model_go(stop):
+    model = paged(overrides={"vocab_size": VOCAB_SIZE})
+    manager = model.init_continuous_batching()
+    manager.add_request(PROMPTS[0], max_new_tokens=LONG)
+    manager.add_request(PROMPTS[0], max_new_tokens=LONG, num_beams=2)
+    if stop:
+        manager.stop()
+        assert_idle(model.engine)
+    gone = weakref.ref(model)
+    del manager
+    gc.collect()
+    model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)  # its steps do what was left to do
+    assert_idle(model.engine)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_requests_for_transformers_loop_wait_for_the_start_too(model, stock):
+    manager = model.init_continuous_batching()
+    (request_id,) = manager.add_requests(PROMPTS[:1], max_new_tokens=4, num_beams=2)
+    steps = model.engine.stats().num_steps
+    time.sleep(0.2)
+    assert manager.get_result(request_id, timeout=0) is None and model.engine.stats().num_steps == steps
+    manager.start()
+    expected = stock.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, num_beams=2)[0, len(PROMPTS[0]) :].tolist()
+    assert manager.get_result(request_id, timeout=30).generated_tokens == expected
+    manager.stop()
+
+
+# --------------------------------------------------------------------------------------------------------- handlers
+
+
+def test_handler_that_would_wait_for_itself_is_told(manager):
+    told = []
+
+    def handler(output):
+        assert manager.get_result(other, timeout=0) is None
+        for wait in (manager.get_result, lambda: manager.get_result(other, 60), lambda: next(iter(manager))):
+            with pytest.raises(EngineError, match="handler cannot wait"):
+                wait()
+        assert manager.get_result("unknown") is None
+        told.append(output.status)
+
+    manager.register_result_handler("mine", handler)
+    with manager.pause():
+        other = manager.add_request(PROMPTS[1], max_new_tokens=60)
+        manager.add_request(PROMPTS[0], request_id="mine", max_new_tokens=2)
+    assert manager.get_result(other, timeout=30).error is None
+    assert told == [GenerationStatus.FINISHED]
+
+
+def test_handler_does_not_wait_for_room(model):
+    config = ContinuousBatchingConfig(max_queue_size=1, max_requests_per_batch=1)
+    seen, running, full = [], threading.Event(), threading.Event()
+
+    def handler(output):
+        if seen:
+            return
+        running.set()
+        assert full.wait(30)
+        with pytest.raises(QueueFullError):
+            manager.add_request(PROMPTS[1], max_new_tokens=2, queue_timeout=3600)
+        seen.append(output)
+
+    with model.continuous_batching_context_manager(continuous_batching_config=config, timeout=30) as manager:
+        manager.register_result_handler("first", handler)
+        manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=5, streaming=True)
+        assert running.wait(30)
+        second = manager.add_request(PROMPTS[1], max_new_tokens=2)
+        full.set()
+        assert manager.get_result(second, timeout=30).error is None
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()], ids=repr)
+def test_handler_that_exits_ends_no_thread(manager, caplog, error):
+    def handler(output):
+        raise error
+
+    other = manager.add_request(PROMPTS[1], max_new_tokens=30)
+    manager.register_result_handler("bad", handler)
+    manager.add_request(PROMPTS[0], request_id="bad", max_new_tokens=3)
+    assert manager.get_result(other, timeout=30).error is None
+    wait_for(lambda: "'bad' failed" in caplog.text)
+    assert manager.is_running()
+    assert manager.get_result(manager.add_request(PROMPTS[1], max_new_tokens=2), timeout=30).error is None
+
+
+def test_processor_that_exits_fails_its_request(manager):
+    def processor(input_ids, scores):
+        raise SystemExit(7)
+
+    request_id = manager.add_request(PROMPTS[0], max_new_tokens=3, num_beams=2, logits_processor=[processor])
+    assert "SystemExit: 7" in manager.get_result(request_id, timeout=30).error
+
+
+# ------------------------------------------------------------------------------------------------------- cancelling
+
+
+def test_any_answers_id_cancels_the_request(manager):
+    request_id = manager.add_request(
+        PROMPTS[0], max_new_tokens=LONG, do_sample=True, num_return_sequences=2, eos_token_id=-1
+    )
+    child = f"{request_id}__child#0"
+    for unknown in (5, None, "__child#0"):
+        manager.cancel_request(unknown)
+    manager.cancel_request(child)
+    for answer in (request_id, child):
+        assert manager.get_result(answer, timeout=30).finish_reason == "abort"
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop"])
+def test_request_that_waits_for_room_can_be_cancelled(model, end):
+    manager = model.init_continuous_batching(None, ContinuousBatchingConfig(max_queue_size=1))
+    manager.add_request(PROMPTS[0], max_new_tokens=2)
+    raised = []
+
+    def add():
+        try:
+            manager.add_request(PROMPTS[0], request_id="late", max_new_tokens=2, queue_timeout=3600)
+        except RequestAbortedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    wait_for(lambda: manager._requests.expects("late"))
+    if end == "cancel":
+        manager.cancel_request("late")
+    else:
+        manager.stop()
+    thread.join(30)
+    assert not thread.is_alive() and "waited for room" in str(raised[0])
+    manager.stop()
+
+
+def test_no_warmup_where_the_engine_runs_nothing():
+    model = paged(overrides={"vocab_size": VOCAB_SIZE})
+    model.set_attn_implementation("eager")
+    with model.continuous_batching_context_manager() as manager:
+        request_id = manager.add_request(PROMPTS[0], max_new_tokens=3)
+        assert manager.get_result(request_id, timeout=30).error is None

@@ -213,3 +213,49 @@ def test_command_line_passes_everything_on(monkeypatch):
             main(["transformers-serve", *arguments])
         assert not ended.value.code
     assert seen == [("m", True, 9), (None, False, 8000), ("m", True, 8000)]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_tokens": "x"},
+        {"temperature": "a"},
+        {"stop": 5},
+        {"seed": "x"},
+        {"logit_bias": [1]},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"3": "x"}},
+        {"generation_config": "{"},
+        {"generation_config": "[1]"},
+        {"messages": []},
+        {"messages": 5},
+        {"messages": None},
+    ],
+    ids=str,
+)
+def test_field_that_makes_no_sense_is_the_clients_fault(client, field):
+    code, body = client.error("Hello", **field)
+    assert code == 400 and body["error"]["type"] == "invalid_request_error", body
+
+
+def test_client_that_leaves_before_its_answer_frees_its_seat(client):
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    body["generation_config"] = json.dumps({"max_new_tokens": 7000, "eos_token_id": -1})
+    data = json.dumps({"model": client.model, **body}).encode()
+    engine = client.paged_model.engine
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", client.port)) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            wait_until(lambda: engine.has_unfinished)
+        steps = engine.stats().num_steps
+        wait_until(lambda: not engine.has_unfinished)
+        assert engine.stats().num_steps - steps < 3000, "the request was answered to its end"
+    assert client.text("Hello")
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
