@@ -401,6 +401,11 @@ class Engine(StepDriver):
         return self._closed
 
     @property
+    def is_forked(self) -> bool:
+        """Returns whether this process was forked from the one that the engine belongs to."""
+        return os.getpid() != self._pid
+
+    @property
     def has_unfinished(self) -> bool:
         """Returns whether any request has not ended."""
         return bool(self.live.states)
@@ -470,7 +475,7 @@ class Engine(StepDriver):
             raise EngineClosedError("The engine was closed; make a new one with `from_pretrained` or `from_model`.")
         if self._asleep:
             raise EngineClosedError("The engine sleeps; call `engine.wake_up()` first.")
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise EngineClosedError(
                 "The engine does not survive a fork: its pool and locks belong to another process. Load the model in "
                 "this process, or start processes with the 'spawn' method."

@@ -124,7 +124,7 @@ class EngineCache(Cache):
             raise InvalidRequestError(f"The inputs must be tokens [rows, columns], got the shape {list(tokens.shape)}.")
         batch, count = tokens.shape[:2]
         position_ids = inputs.get("position_ids")
-        if position_ids is not None and position_ids.shape[-1] != count:
+        if embeds is None and position_ids is not None and position_ids.shape[-1] != count:
             raise InvalidRequestError(
                 f"`attention_mask` and the inputs do not match: {position_ids.shape[-1]} and {count} columns."
             )

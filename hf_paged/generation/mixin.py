@@ -350,7 +350,7 @@ def page_model(model: Any, config: PagedConfig) -> None:
     """
     if isinstance(model, PagedGenerationMixin):
         engine = _engines.get(model)  # type: ignore[call-overload]
-        if config == model._paged_config and (engine is None or not engine.is_closed):
+        if config == model._paged_config and not (engine is not None and (engine.is_closed or engine.is_forked)):
             return  # nothing would change, and requests may be running
         model.unpaged()
     before = model.config._attn_implementation
