@@ -223,6 +223,26 @@ def test_unpaged_gives_the_model_back():
     assert again is model and answer(model) == expected
 
 
+def test_paging_again_with_the_same_settings_changes_nothing():
+    model = paged(block_size=8)
+    engine = model.engine
+    request = engine.add_request([5, 6, 7])
+    assert AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(block_size=8)) is model
+    assert model.engine is engine and not request.finished
+    engine.abort_all()
+
+
+def test_a_wrong_backend_is_one_error_and_no_noise():
+    code = (
+        "from hf_paged import AutoPagedModelForCausalLM as A, PagedConfig\n"
+        "from tests.families import tiny_model\n"
+        "A.from_model(tiny_model('llama'), paged_config=PagedConfig(attn_backend='flash'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "flash" in done.stderr.splitlines()[-1]
+    assert "Exception ignored" not in done.stderr
+
+
 def test_paging_again_changes_the_settings():
     model = paged(block_size=8)
     first = model.engine
