@@ -87,16 +87,19 @@ def output_cache(output: Any) -> Any:
     return None
 
 
+def _cache_field(output_class: Any) -> str:
+    names = {field.name for field in dataclasses.fields(output_class)}
+    return "cache" if "cache" in names else "past_key_values"
+
+
 def cache_output_field() -> str:
     """Returns the name under which `generate`'s output carries the cache."""
-    names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
-    return "cache" if "cache" in names else "past_key_values"
+    return _cache_field(GenerateDecoderOnlyOutput)
 
 
 def model_output_cache_field() -> str:
     """Returns the name under which a model's output carries the cache."""
-    names = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
-    return "cache" if "cache" in names else "past_key_values"
+    return _cache_field(CausalLMOutputWithPast)
 
 
 def causal_model_class(config: Any) -> type | None:

@@ -126,8 +126,6 @@ class RequestState:
             Makes the texts.
         on_update (`Callable[[RequestState], None]`, *optional*):
             Called by the thread that runs the steps after each token, and once at the end. Must return quickly.
-        keep_kv (`bool`, defaults to `False`):
-            Whether the answers keep a copy of their K/V when they end.
     """
 
     def __init__(
@@ -136,13 +134,11 @@ class RequestState:
         prompt: str | None,
         tokenizer: Any,
         on_update: Callable[[RequestState], None] | None,
-        keep_kv: bool = False,
     ):
         self.group = group
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.on_update = on_update
-        self.keep_kv = keep_kv
         self.answers = [Answer(request, tokenizer, on_update is not None) for request in group.requests]
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False

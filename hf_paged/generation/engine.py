@@ -170,7 +170,7 @@ class Engine(StepDriver):
             extra_keys=extra_keys,
             extras=extras,
         )
-        state = RequestState(group, prompt, tokenizer, on_update, extras.keep_kv)
+        state = RequestState(group, prompt, tokenizer, on_update)
         self.enqueue(state)
         return state
 

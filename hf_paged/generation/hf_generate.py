@@ -19,7 +19,7 @@ from .answer import RequestState
 from .attention import IMPLEMENTATIONS
 from .coverage import foreign_field, foreign_input, rows_of
 from .engine import Engine
-from .hf_sampling import CustomParts, request_settings
+from .hf_sampling import request_settings
 from .model_state import training_obstacle
 from .plan import EnginePlan
 from .request import FinishReason, RequestExtras
@@ -252,9 +252,8 @@ def _make_call(
     beyond = _beyond_limits(model.engine.plan, max(map(len, rows)), max_new_tokens, config.num_return_sequences or 1)
     if beyond is not None:
         return beyond
-    custom = CustomParts(tokenizer=model_kwargs.get("tokenizer"))
     least = max((config.min_length or 0) - length, 0)
-    params, extras = request_settings(model, config, length, max_tokens=max_new_tokens, min_tokens=least, custom=custom)
+    params, extras = request_settings(model, config, length, max_tokens=max_new_tokens, min_tokens=least)
     if extras.logits_processor is not None or extras.stopping_criteria is not None:
         return "processors or criteria of this call look at its rows together"
     if padded and (extras.features is not None or extras.bad_words_ids or params.repetition_penalty != 1):

@@ -289,7 +289,7 @@ class LiveRequests:
     def _advance(self, request: Request, logprobs: Any, read_kv: Callable[[str, int], Any]) -> None:
         state = _state_of(request)
         answer = state.answers[request.branch]
-        if request.is_finished and state.keep_kv:
+        if request.is_finished and request.extras.keep_kv:
             # Its blocks are free since a moment, but nobody can have taken them before the next schedule.
             answer.kv = read_kv(request.request_id, request.num_tokens - 1)
         if logprobs is not None:
