@@ -1,0 +1,158 @@
+// The host's side of linear.h: packs the activations, cuts the output into work items.
+#include "linear.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "op.h"
+
+namespace hf_paged {
+namespace {
+
+constexpr int64_t MIN_ITEMS_PER_THREAD = 4;
+
+// Memory that a thread keeps: fresh pages would have to be faulted in at every call.
+float* scratch(std::vector<float>& kept, int64_t count) {
+  if ((int64_t)kept.size() < count + 16) kept.resize(count + 16);
+  return (float*)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63);
+}
+
+const char* row_of(const LinearPart& part, DType dtype, int64_t row) {
+  const int64_t block = row / part.rows_per_block;
+  const int64_t offset = block * part.block_stride + (row - block * part.rows_per_block) * part.row_stride;
+  return (const char*)part.weight + offset * size_of(dtype);
+}
+
+float widened(DType dtype, const void* p, int64_t i) {
+  if (dtype == DType::f32) return ((const float*)p)[i];
+  const uint16_t bits = ((const uint16_t*)p)[i];
+  if (dtype == DType::f16) return (float)*(const _Float16*)&bits;
+  const uint32_t wide = (uint32_t)bits << 16;
+  float x;
+  memcpy(&x, &wide, sizeof(x));
+  return x;
+}
+
+// The tokens: blocks of at most `max_width` for `many`, and the rest for `few`.
+struct Split {
+  int64_t num_many, num_few;
+  Split(int64_t num_tokens, const LinearKernels& kernels) {
+    const int64_t rest = num_tokens % kernels.lanes;
+    num_few = num_tokens <= MAX_FEW_TOKENS || rest <= kernels.lanes / 2 ? rest : 0;
+    if (num_tokens <= MAX_FEW_TOKENS) num_few = num_tokens;
+    num_many = num_tokens - num_few;
+  }
+};
+
+class Call {
+ public:
+  explicit Call(const LinearArgs& args)
+      : a(args), kernels(linear_kernels(args.weight_dtype)), epilogue(linear_epilogue()), split(a.num_tokens, kernels) {
+    const int64_t element = kernels.pairs ? 2 : 4;
+    padded_k = (a.k + 31) / 32 * 32;
+    num_blocks = (split.num_many + kernels.max_width - 1) / kernels.max_width;
+    block_bytes = padded_k * kernels.max_width * element;
+    few_bytes = split.num_few * padded_k * element;
+    static thread_local std::vector<float> kept;
+    packed = (char*)scratch(kept, (num_blocks * block_bytes + few_bytes) / 4);
+    for (int i = 0; i < a.num_parts; i++) num_columns += a.parts[i].num_rows;
+    if (a.gated) num_columns = a.parts[0].num_rows;
+    columns = COLUMNS;
+    const int64_t wanted = MIN_ITEMS_PER_THREAD * torch::stable::get_num_threads();
+    while (columns > 16 && num_columns / columns < wanted) columns -= 16;
+  }
+
+  void run() {
+    parallel_items(num_blocks + (split.num_few > 0), [&](int64_t block) { pack(block); });
+    // An item never crosses from one part into the next.
+    std::vector<Item> items;
+    int64_t first = 0;
+    for (int p = 0; p < (a.gated ? 1 : a.num_parts); first += a.parts[p++].num_rows)
+      for (int64_t row = 0; row < a.parts[p].num_rows; row += columns)
+        items.push_back({p, row, first + row, (int)std::min<int64_t>(columns, a.parts[p].num_rows - row)});
+    parallel_items((int64_t)items.size(), [&](int64_t i) { compute(items[i]); });
+  }
+
+ private:
+  struct Item {
+    int part;
+    int64_t row, column;
+    int num_columns;
+  };
+
+  void pack(int64_t block) const {
+    PackArgs p{a.x, a.x_stride, a.x_dtype, block * kernels.max_width, 0, a.k, packed + block * block_bytes, 0};
+    if (block == num_blocks) {
+      p.first = split.num_many;
+      p.count = split.num_few;
+      p.width = padded_k;
+      kernels.copy(p);
+    } else {
+      p.count = std::min<int64_t>(kernels.max_width, split.num_many - p.first);
+      p.width = width_of(p.count);
+      kernels.pack(p);
+    }
+  }
+
+  int64_t width_of(int64_t count) const { return (count + kernels.lanes - 1) / kernels.lanes * kernels.lanes; }
+
+  void compute(const Item& item) const {
+    static thread_local std::vector<float> kept;
+    constexpr int64_t tile_size = MAX_WIDTH * COLUMNS;
+    float* tile = scratch(kept, 2 * tile_size + (1 << 14) + COLUMNS * padded_k);
+    const void* rows[2][COLUMNS];
+    float bias[2][COLUMNS];
+    LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
+    LinearTile t{nullptr, item.num_columns, 0, a.k, nullptr, padded_k, 0, nullptr, tile + 2 * tile_size};
+    int64_t strides[2];
+    for (int i = 0; i < (a.gated ? 2 : 1); i++) {
+      const LinearPart& part = a.parts[item.part + i];
+      for (int r = 0; r < item.num_columns; r++) rows[i][r] = row_of(part, a.weight_dtype, item.row + r);
+      const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
+      strides[i] = whole ? part.row_stride : 0;
+      if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);
+    }
+    for (int64_t block = 0; block <= num_blocks; block++) {
+      const bool few = block == num_blocks;
+      if (few && split.num_few == 0) break;
+      out.first_token = block * kernels.max_width;
+      if (few) out.first_token = split.num_many;
+      out.num_tokens = few ? split.num_few : std::min<int64_t>(kernels.max_width, split.num_many - out.first_token);
+      t.x = packed + block * block_bytes;
+      t.num_tokens = (int)(few ? split.num_few : width_of(out.num_tokens));
+      for (int i = 0; i < (a.gated ? 2 : 1); i++) {
+        t.rows = rows[i];
+        t.row_stride = strides[i];
+        t.out = tile + i * tile_size;
+        (few ? kernels.few : kernels.many)[(int)a.weight_dtype](t);
+      }
+      epilogue.finish(a, out);
+    }
+  }
+
+  const float* biases(const LinearPart& part, const Item& item, float* out) const {
+    for (int c = 0; c < item.num_columns; c++) {
+      const int64_t row = item.row + c, block = row / part.rows_per_block;
+      out[c] = widened(a.weight_dtype, part.bias, block * part.bias_block_stride + row - block * part.rows_per_block);
+    }
+    for (int c = item.num_columns; c < COLUMNS; c++) out[c] = 0;
+    return out;
+  }
+
+  const LinearArgs& a;
+  const LinearKernels& kernels;
+  const LinearEpilogue& epilogue;
+  const Split split;
+  int64_t padded_k, num_blocks, block_bytes, few_bytes, num_columns = 0, columns;
+  char* packed;
+};
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+  if (args.num_tokens > 0) Call(args).run();
+}
+
+}  // namespace hf_paged

@@ -1,0 +1,209 @@
+// linear.h for bf16 weights with the bf16 dot product: a vector holds two neighbouring k of 16 tokens (many) or 32
+// neighbouring k (few). Activations are rounded to bf16, as the model itself has them; sums are float32.
+#include "vec_avx512.h"
+
+#include "linear.h"
+
+namespace hf_paged {
+namespace avx512 {
+namespace {
+
+// Rows of a step: as many sums as the registers hold, but no more row pointers than there are registers for them.
+constexpr int rows_of(int vectors) { return vectors == 4 ? 6 : 8; }
+
+constexpr int PAIRS = 16;  // pairs of k in a cache line of weights
+
+INLINE __m512i rounded_pair(Vec even, Vec odd) {  // lanes: even in the low half, odd in the high half
+  return (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+}
+
+template <class T>
+INLINE void pack_block(const PackArgs& a) {
+  uint32_t* out = (uint32_t*)a.out;
+  for (int64_t m = 0; m < a.width; m += W) {
+    const T* x = (const T*)a.x + (a.first + m) * a.x_stride;
+    const int count = (int)(a.count - m);
+    for (int64_t k = 0; k < a.k; k += 2 * W) {
+      Vec r[W];
+      for (int i = 0; i < W; i++) {
+        if (i >= count) {
+          r[i] = zero();
+          continue;
+        }
+        const T* p = x + i * a.x_stride + k;
+        const int64_t left = a.k - k;
+        const Vec low = left >= W ? load(p) : load(p, (int)left);
+        const Vec high = left >= 2 * W ? load(p + W) : left > W ? load(p + W, (int)(left - W)) : zero();
+        r[i] = _mm512_castsi512_ps(rounded_pair(low, high));
+      }
+      transpose(r);  // row i: pair i of each token
+      const int64_t num_pairs = (a.k + 1) / 2 - k / 2;
+      for (int i = 0; i < W && i < num_pairs; i++) store((float*)(out + (k / 2 + i) * a.width + m), r[i]);
+    }
+  }
+}
+
+template <class T>
+INLINE void copy_rows(const PackArgs& a) {
+  for (int64_t i = 0; i < a.count; i++) {
+    const T* x = (const T*)a.x + (a.first + i) * a.x_stride;
+    bf16* out = (bf16*)a.out + i * a.width;
+    for (int64_t k = 0; k < a.width; k += W) {
+      const Vec v = k < a.k ? load(x + k, (int)(a.k - k < W ? a.k - k : W)) : zero();
+      _mm256_storeu_si256((__m256i*)(out + k), (__m256i)_mm512_cvtneps_pbh(v));
+    }
+  }
+}
+
+void pack(const PackArgs& a) {
+  if (a.x_dtype == DType::f32) pack_block<float>(a);
+  else if (a.x_dtype == DType::bf16) pack_block<bf16>(a);
+  else pack_block<f16>(a);
+}
+
+void copy(const PackArgs& a) {
+  if (a.x_dtype == DType::f32) copy_rows<float>(a);
+  else if (a.x_dtype == DType::bf16) copy_rows<bf16>(a);
+  else copy_rows<f16>(a);
+}
+
+INLINE Vec dot(Vec acc, __m512i a, __m512i b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+
+INLINE __m512i pair_of(const bf16* row) {
+  int32_t pair;
+  memcpy(&pair, row, sizeof(pair));
+  return _mm512_set1_epi32(pair);
+}
+
+template <int ROWS, int VECS>
+INLINE void multiply(const bf16* const* rows, const uint32_t* x, int64_t width, int64_t first, int64_t last,
+                     Vec acc[ROWS][VECS]) {
+  x += first * width;
+  for (int64_t i = first; i < last; i++, x += width) {
+    __m512i v[VECS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) v[j] = _mm512_loadu_si512(x + j * W);
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++) {
+      const __m512i w = pair_of(rows[r] + 2 * i);
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; j++) acc[r][j] = dot(acc[r][j], w, v[j]);
+    }
+  }
+}
+
+template <int ROWS, int VECS>
+INLINE void step_many(const LinearTile& t, int first_row, float* sums) {
+  const bf16* rows[ROWS];
+  const char* next[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r, last = t.num_rows - 1;
+    rows[r] = (const bf16*)t.rows[row < last ? row : last];
+    next[r] = (const char*)t.rows[row + ROWS < last ? row + ROWS : last];
+  }
+  Vec acc[ROWS][VECS];
+#pragma GCC unroll 24
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) acc[r][j] = zero();
+  const uint32_t* x = (const uint32_t*)t.x;
+  const int64_t num_pairs = t.k / 2;
+  int64_t i = 0;
+  for (; i + PAIRS <= num_pairs; i += PAIRS) {
+    for (int r = 0; r < ROWS; r++) _mm_prefetch(next[r] + i * 4, _MM_HINT_T0);
+    multiply<ROWS, VECS>(rows, x, t.num_tokens, i, i + PAIRS, acc);
+  }
+  multiply<ROWS, VECS>(rows, x, t.num_tokens, i, num_pairs, acc);
+  if (t.k & 1) {  // the last k without a partner: its row may end where the memory does
+    for (int r = 0; r < ROWS; r++) {
+      const __m512i w = _mm512_set1_epi32(rows[r][t.k - 1].bits);
+      for (int j = 0; j < VECS; j++) acc[r][j] = dot(acc[r][j], w, _mm512_loadu_si512(x + num_pairs * t.num_tokens + j * W));
+    }
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) store(sums + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
+}
+
+INLINE void turn(const float* sums, int num_columns, int num_tokens, float* out) {
+  for (int n = 0; n < num_columns; n += W)
+    for (int m = 0; m < num_tokens; m += W) {
+      Vec r[W];
+      for (int i = 0; i < W; i++) r[i] = load(sums + (n + i) * MAX_WIDTH + m);
+      transpose(r);
+      for (int i = 0; i < W; i++) store(out + (m + i) * COLUMNS + n, r[i]);
+    }
+}
+
+template <int VECS>
+void many_of(const LinearTile& t) {
+  float* sums = (float*)t.scratch;
+  for (int row = 0; row < t.num_rows; row += rows_of(VECS)) step_many<rows_of(VECS), VECS>(t, row, sums);
+  turn(sums, t.num_rows, t.num_tokens, t.out);
+}
+
+void many(const LinearTile& t) {
+  switch (t.num_tokens / W) {
+    case 1: return many_of<1>(t);
+    case 2: return many_of<2>(t);
+    case 3: return many_of<3>(t);
+    default: return many_of<4>(t);
+  }
+}
+
+template <int ROWS, int TOKENS>
+INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
+  const bf16 *rows[ROWS], *x[TOKENS];
+  for (int r = 0; r < ROWS; r++)
+    rows[r] = (const bf16*)t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1];
+  for (int m = 0; m < TOKENS; m++)
+    x[m] = (const bf16*)t.x + (first_token + m < t.num_tokens ? first_token + m : t.num_tokens - 1) * t.x_stride;
+  Vec acc[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) acc[i] = zero();
+  int64_t k = 0;
+  for (; k + 2 * W <= t.k; k += 2 * W) {
+    __m512i v[TOKENS];
+#pragma GCC unroll 4
+    for (int m = 0; m < TOKENS; m++) v[m] = _mm512_loadu_si512(x[m] + k);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const __m512i w = _mm512_loadu_si512(rows[r] + k);
+#pragma GCC unroll 4
+      for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = dot(acc[m * ROWS + r], w, v[m]);
+    }
+  }
+  if (k < t.k) {
+    const __mmask32 left = (__mmask32)((1ull << (t.k - k)) - 1);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const __m512i w = _mm512_maskz_loadu_epi16(left, rows[r] + k);
+#pragma GCC unroll 4
+      for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = dot(acc[m * ROWS + r], w, _mm512_loadu_si512(x[m] + k));
+    }
+  }
+  alignas(64) float s[W];
+  store(s, sums(acc));
+  for (int m = 0; m < TOKENS && first_token + m < t.num_tokens; m++)
+    for (int r = 0; r < ROWS; r++) t.out[(first_token + m) * COLUMNS + first_row + r] = s[m * ROWS + r];
+}
+
+template <int TOKENS>
+INLINE void few_of(const LinearTile& t, int first_token) {
+  for (int row = 0; row < t.num_rows; row += W / TOKENS) step_few<W / TOKENS, TOKENS>(t, row, first_token);
+}
+
+void few(const LinearTile& t) {
+  if (t.num_tokens == 1) return few_of<1>(t, 0);
+  if (t.num_tokens == 2) return few_of<2>(t, 0);
+  for (int m = 0; m < t.num_tokens; m += FEW_TOKENS) few_of<FEW_TOKENS>(t, m);
+}
+
+}  // namespace
+}  // namespace avx512
+
+extern const LinearKernels linear_avx512bf16 = {
+    avx512::W, 64, true, avx512::pack, avx512::copy, {nullptr, avx512::many, nullptr}, {nullptr, avx512::few, nullptr}};
+
+}  // namespace hf_paged

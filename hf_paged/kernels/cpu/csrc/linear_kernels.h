@@ -1,0 +1,192 @@
+// float32 arithmetic of linear.h for any weight dtype, written against vec_avx512.h or vec_avx2.h.
+#pragma once
+#include "linear.h"
+
+namespace hf_paged {
+namespace KERNEL_NAMESPACE {
+
+// Rows of a step: as many sums as the registers hold, but no more row pointers than there are registers for them.
+constexpr int rows_of(int vectors) {
+  if (W == 16) return vectors == 4 ? 6 : 8;
+  return vectors == 2 ? 6 : 8;
+}
+
+
+template <class T>
+INLINE void load_tokens(const T* x, int64_t stride, int count, Vec r[W]) {
+  for (int i = 0; i < W; i++) r[i] = i < count ? load(x + i * stride) : zero();
+}
+
+template <class T>
+INLINE void load_tokens(const T* x, int64_t stride, int count, int num_k, Vec r[W]) {
+  for (int i = 0; i < W; i++) r[i] = i < count ? load(x + i * stride, num_k) : zero();
+}
+
+template <class T>
+INLINE void pack_block(const PackArgs& a) {
+  float* out = (float*)a.out;
+  for (int64_t m = 0; m < a.width; m += W) {
+    const T* x = (const T*)a.x + (a.first + m) * a.x_stride;
+    const int count = (int)(a.count - m);
+    for (int64_t k = 0; k < a.k; k += W) {
+      Vec r[W];
+      const int num_k = a.k - k < W ? (int)(a.k - k) : W;
+      if (num_k == W) load_tokens(x + k, a.x_stride, count, r);
+      else load_tokens(x + k, a.x_stride, count, num_k, r);
+      transpose(r);
+      for (int i = 0; i < num_k; i++) store(out + (k + i) * a.width + m, r[i]);
+    }
+  }
+}
+
+template <class T>
+INLINE void copy_rows(const PackArgs& a) {
+  for (int64_t i = 0; i < a.count; i++) {
+    const T* x = (const T*)a.x + (a.first + i) * a.x_stride;
+    float* out = (float*)a.out + i * a.width;
+    for (int64_t k = 0; k < a.width; k += W) store(out + k, k < a.k ? load(x + k, (int)(a.k - k < W ? a.k - k : W)) : zero());
+  }
+}
+
+static void pack(const PackArgs& a) {
+  if (a.x_dtype == DType::f32) pack_block<float>(a);
+  else if (a.x_dtype == DType::bf16) pack_block<bf16>(a);
+  else pack_block<f16>(a);
+}
+
+static void copy(const PackArgs& a) {
+  if (a.x_dtype == DType::f32) copy_rows<float>(a);
+  else if (a.x_dtype == DType::bf16) copy_rows<bf16>(a);
+  else copy_rows<f16>(a);
+}
+
+// ROWS weight rows (float32) x VECS vectors of tokens.
+template <int ROWS, int VECS>
+INLINE void multiply(const float* const* rows, const float* x, int64_t width, int64_t k, Vec acc[ROWS][VECS]) {
+  for (int64_t i = 0; i < k; i++, x += width) {
+    Vec v[VECS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) v[j] = load(x + j * W);
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++) {
+      const Vec w = set(rows[r][i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; j++) acc[r][j] = fma(w, v[j], acc[r][j]);
+    }
+  }
+}
+
+// A step of ROWS rows: widened to float32 into `wide`, multiplied, and transposed to out[token][column].
+template <class T, int ROWS, int VECS>
+INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* sums) {
+  const float* rows[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r < t.num_rows ? first_row + r : t.num_rows - 1;
+    const T* from = (const T*)t.rows[row];
+    if (sizeof(T) == sizeof(float)) {
+      rows[r] = (const float*)from;
+      continue;
+    }
+    rows[r] = wide + r * t.k;
+    int64_t k = 0;
+    for (; k + W <= t.k; k += W) store(wide + r * t.k + k, load(from + k));
+    if (k < t.k) store(wide + r * t.k + k, load(from + k, (int)(t.k - k)), (int)(t.k - k));
+  }
+  Vec acc[ROWS][VECS];
+#pragma GCC unroll 24
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) acc[r][j] = zero();
+  multiply<ROWS, VECS>(rows, (const float*)t.x, t.num_tokens, t.k, acc);
+#pragma GCC unroll 24
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j++) store(sums + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
+}
+
+// sums [column][token] -> out [token][column]
+INLINE void turn(const float* sums, int num_columns, int num_tokens, float* out) {
+  for (int n = 0; n < num_columns; n += W)
+    for (int m = 0; m < num_tokens; m += W) {
+      Vec r[W];
+      for (int i = 0; i < W; i++) r[i] = load(sums + (n + i) * MAX_WIDTH + m);
+      transpose(r);
+      for (int i = 0; i < W; i++) store(out + (m + i) * COLUMNS + n, r[i]);
+    }
+}
+
+template <class T, int VECS>
+static void many_of(const LinearTile& t, float* wide, float* sums) {
+  constexpr int ROWS = rows_of(VECS);
+  for (int row = 0; row < t.num_rows; row += ROWS) step_many<T, ROWS, VECS>(t, row, wide, sums);
+  turn(sums, t.num_rows, t.num_tokens, t.out);
+}
+
+template <class T>
+static void many(const LinearTile& t) {
+  float* sums = (float*)t.scratch;
+  float* wide = sums + (COLUMNS + W) * MAX_WIDTH;
+  switch (t.num_tokens / W) {
+    case 1: return many_of<T, 1>(t, wide, sums);
+    case 2: return many_of<T, 2>(t, wide, sums);
+    case 3: return many_of<T, 3>(t, wide, sums);
+    default: return many_of<T, 4>(t, wide, sums);
+  }
+}
+
+// ROWS rows x TOKENS tokens along k; W sums, stored to out[token][row].
+template <class T, int ROWS, int TOKENS>
+INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
+  const T* rows[ROWS];
+  const float* x[TOKENS];
+  for (int r = 0; r < ROWS; r++) rows[r] = (const T*)t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1];
+  for (int m = 0; m < TOKENS; m++)
+    x[m] = (const float*)t.x + (first_token + m < t.num_tokens ? first_token + m : t.num_tokens - 1) * t.x_stride;
+  Vec acc[TOKENS * ROWS];
+#pragma GCC unroll 24
+  for (int i = 0; i < TOKENS * ROWS; i++) acc[i] = zero();
+  int64_t k = 0;
+  for (; k + W <= t.k; k += W) {
+    Vec v[TOKENS];
+#pragma GCC unroll 4
+    for (int m = 0; m < TOKENS; m++) v[m] = load(x[m] + k);
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++) {
+      const Vec w = load(rows[r] + k);
+#pragma GCC unroll 4
+      for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = fma(w, v[m], acc[m * ROWS + r]);
+    }
+  }
+  if (k < t.k) {
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; r++) {
+      const Vec w = load(rows[r] + k, (int)(t.k - k));
+#pragma GCC unroll 4
+      for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = fma(w, load(x[m] + k), acc[m * ROWS + r]);
+    }
+  }
+  alignas(64) float s[TOKENS * ROWS];
+  for (int i = 0; i < TOKENS * ROWS; i += W) store(s + i, sums(acc + i));
+  for (int m = 0; m < TOKENS && first_token + m < t.num_tokens; m++)
+    for (int r = 0; r < ROWS; r++) t.out[(first_token + m) * COLUMNS + first_row + r] = s[m * ROWS + r];
+}
+
+template <class T, int TOKENS>
+INLINE void few_of(const LinearTile& t, int first_token) {
+  constexpr int ROWS = W / TOKENS;
+  for (int row = 0; row < t.num_rows; row += ROWS) step_few<T, ROWS, TOKENS>(t, row, first_token);
+}
+
+template <class T>
+static void few(const LinearTile& t) {
+  if (t.num_tokens == 1) return few_of<T, 1>(t, 0);
+  if (t.num_tokens == 2) return few_of<T, 2>(t, 0);
+  for (int m = 0; m < t.num_tokens; m += FEW_TOKENS) few_of<T, FEW_TOKENS>(t, m);
+}
+
+constexpr LinearKernels linear_table(int max_width) {
+  return {W, max_width, false, pack, copy, {many<float>, many<bf16>, many<f16>}, {few<float>, few<bf16>, few<f16>}};
+}
+
+}  // namespace KERNEL_NAMESPACE
+}  // namespace hf_paged

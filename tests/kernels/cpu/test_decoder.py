@@ -1,0 +1,192 @@
+"""The operator for whole layers against the same in plain torch, in float64 where torch's part allows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_paged.kernels.cpu import decoder
+from hf_paged.kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from hf_paged.kernels.metadata import PagedAttentionMetadata
+from hf_paged.modeling.patterns import reference
+from tests.kernels.cpu.levels import LEVELS, at_level
+
+HIDDEN, INNER, BLOCK_SIZE, NUM_BLOCKS = 40, 56, 8, 12
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+PLAIN = LayerShape(
+    num_query_heads=6, num_kv_heads=2, key_dim=16, value_dim=16, rope_layout=1, rotary_dim=16, scale=0.25
+)
+SHAPES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    # name -> numbers that differ from PLAIN, tensors beside the linears' weights and the two norms'
+    "llama": ({}, set()),
+    "biases everywhere": ({}, {"q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"}),
+    "layer norms, ungated": ({"norm_kind": 2, "gated": 0, "activation": 3}, {"norm1_bias", "norm2_bias"}),
+    "parallel, one norm": ({"residual_flow": 1, "norm_kind": 2}, {"norm1_bias", "no norm2"}),
+    "parallel, two norms": ({"residual_flow": 2, "norm_kind": 2, "gated": 0, "activation": 2}, {"up_bias"}),
+    "norms before and after": (
+        {"norm_offset": 1.0, "softcap": 5.0, "activation": 3},
+        {"post_attention_norm_weight", "post_mlp_norm_weight"},
+    ),
+    "norms after only": (
+        {"qk_norm_kind": 2},
+        {
+            "no norm1",
+            "no norm2",
+            "post_attention_norm_weight",
+            "post_mlp_norm_weight",
+            "q_norm_weight",
+            "k_norm_weight",
+        },
+    ),
+    "normed heads": ({"qk_norm_kind": 1, "qk_norm_offset": 1.0}, {"q_norm_weight", "k_norm_weight"}),
+    "norms without weights": ({"bare_norms": 1, "bare_qk_norms": 1, "qk_norm_kind": 1}, {"no norm1", "no norm2"}),
+    "interleaved partial rope": ({"rope_layout": 2, "rotary_dim": 8, "rotary_begin": 4, "cos_step": 2}, set()),
+    "no rope, slopes": ({"rope_layout": 0}, {"alibi_slopes"}),
+    "window and sinks": ({"window": 5}, {"sinks"}),
+    "multiplied residuals": ({"residual_multiplier": 0.3, "sin_sign": -1.0}, set()),
+    "attention alone": ({"residual_flow": 3, "has_mlp": 0}, {"o_bias"}),
+    "MLP alone": ({"residual_flow": 3, "has_attention": 0}, {"down_bias"}),
+}
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from at_level(request.param, decoder.load)
+
+
+def make_tensors(shape: LayerShape, extra: set[str], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    rows = {
+        "q": shape.num_query_heads * shape.key_dim,
+        "k": shape.num_kv_heads * shape.key_dim,
+        "v": shape.num_kv_heads * shape.value_dim,
+        "o": HIDDEN,
+        "gate": INNER,
+        "up": INNER,
+        "down": HIDDEN,
+    }
+    columns = dict.fromkeys(rows, HIDDEN) | {"o": shape.num_query_heads * shape.value_dim, "down": INNER}
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
+    for name in (
+        rows if shape.has_attention and shape.has_mlp else "qkvo" if shape.has_attention else ("gate", "up", "down")
+    ):
+        if name != "gate" or shape.gated:
+            tensors[f"{name}_weight"] = torch.randn(rows[name], columns[name], dtype=dtype) / columns[name] ** 0.5
+        if f"{name}_bias" in extra:
+            tensors[f"{name}_bias"] = torch.randn(rows[name], dtype=dtype) / 4
+    wide = shape.qk_norm_kind == 2
+    sizes = {
+        "q_norm_weight": rows["q"] if wide else shape.key_dim,
+        "k_norm_weight": rows["k"] if wide else shape.key_dim,
+    }
+    norms = {f"{name}_weight" for name in ("norm1", "norm2") if f"no {name}" not in extra}
+    for name in (norms if shape.residual_flow != 3 else set()) | {
+        name for name in extra if "norm" in name and "_" in name
+    }:
+        tensors[name] = torch.randn(sizes.get(name, HIDDEN), dtype=dtype)
+    for name in {"sinks", "alibi_slopes"} & extra:
+        tensors[name] = torch.rand(shape.num_query_heads)
+    return list(tensors.values())
+
+
+def make_metadata() -> PagedAttentionMetadata:
+    """Two decoding requests and a chunk of a third."""
+    tables = np.array([[3, 7, 0], [1, 0, 0], [2, 9, 4]], dtype=np.int32)
+    return PagedAttentionMetadata.build(tables, np.array([1, 1, 6]), np.array([13, 4, 20]), BLOCK_SIZE)
+
+
+def make_layer(name: str, dtype: torch.dtype) -> LayerArguments:
+    numbers, extra = SHAPES[name]
+    shape = dataclasses.replace(PLAIN, **numbers)
+    layer = LayerArguments(shape, make_tensors(shape, extra, dtype))
+    if shape.has_attention:
+        layer.key_cache = torch.randn(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim, dtype=dtype)
+        layer.value_cache = torch.randn(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim, dtype=dtype)
+    return layer
+
+
+def in_dtype(layer: LayerArguments, dtype: torch.dtype) -> LayerArguments:
+    tensors = [None if tensor is None else tensor.to(dtype) for tensor in layer.tensors]
+    caches = [None if cache is None else cache.to(dtype) for cache in (layer.key_cache, layer.value_cache)]
+    return LayerArguments(layer.shape, tensors, *caches)
+
+
+def angles() -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.rand(8, 16) * 6
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_layers_equal_the_same_in_plain_torch(level: str, name: str, dtype: torch.dtype):
+    torch.manual_seed(1)
+    layers = [make_layer(name, dtype)]
+    if not layers[0].shape.is_block:
+        layers.append(make_layer(name, dtype))
+    in_float32 = [in_dtype(layer, torch.float32) for layer in layers]
+    hidden, (cos, sin) = torch.randn(8, HIDDEN, dtype=dtype), angles()
+    result = decoder.decoder_layers(hidden, layers, cos, sin, make_metadata())
+    expected = reference.decoder_layers(hidden.float(), in_float32, cos, sin, make_metadata())
+    assert result.dtype == dtype
+    error = (result.float() - hidden.float()) - (expected - hidden.float())
+    assert float(error.norm()) < TOLERANCE[dtype] * float((expected - hidden.float()).norm())
+    for ours, theirs in zip(layers, in_float32, strict=True):
+        if ours.key_cache is not None:
+            assert float((ours.key_cache.float() - theirs.key_cache).norm()) < TOLERANCE[dtype] * 40
+            assert float((ours.value_cache.float() - theirs.value_cache).norm()) < TOLERANCE[dtype] * 40
+
+
+def test_all_layers_at_once_equal_one_after_the_other(level: str):
+    torch.manual_seed(2)
+    layers = [make_layer(name, torch.float32) for name in ("llama", "window and sinks", "normed heads")]
+    copies = [in_dtype(layer, torch.float32) for layer in layers]
+    hidden, (cos, sin), metadata = torch.randn(8, HIDDEN), angles(), make_metadata()
+    expected = hidden
+    for layer in copies:
+        expected = decoder.decoder_layers(expected, [layer], cos, sin, metadata)
+    assert torch.equal(decoder.decoder_layers(hidden, layers, cos, sin, metadata), expected)
+
+
+def test_weights_written_in_place_are_seen_at_once(level: str):
+    layer, metadata = make_layer("llama", torch.bfloat16), make_metadata()
+    hidden, (cos, sin) = torch.randn(8, HIDDEN, dtype=torch.bfloat16), angles()
+    before = decoder.decoder_layers(hidden, [layer], cos, sin, metadata)
+    layer.tensors[TENSORS.index("down_weight")].mul_(2)
+    assert not torch.equal(decoder.decoder_layers(hidden, [layer], cos, sin, metadata), before)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read():
+    if not decoder.load():
+        pytest.skip("no native library on this machine")
+    hidden, (cos, sin) = torch.randn(8, HIDDEN), angles()
+
+    def refused(message: str, change: Any = None, **given: Any) -> None:
+        layer, metadata = make_layer("llama", torch.float32), make_metadata()
+        if change is not None:
+            change(layer, metadata)
+        arguments = {"hidden": hidden, "layers": [layer], "cos": cos, "sin": sin, "metadata": metadata} | given
+        with pytest.raises(RuntimeError, match=message):
+            decoder.decoder_layers(**arguments)
+
+    def replaced(name: str, tensor: torch.Tensor | None) -> Any:
+        return lambda layer, _: layer.tensors.__setitem__(TENSORS.index(name), tensor)
+
+    refused("names block", lambda _, metadata: metadata.block_tables.__setitem__((0, 0), NUM_BLOCKS))
+    refused("names block", lambda _, metadata: metadata.block_tables.__setitem__((0, 0), -1))
+    refused("outside", lambda _, metadata: metadata.slot_mapping.__setitem__(0, NUM_BLOCKS * BLOCK_SIZE))
+    refused("longer", lambda _, metadata: metadata.seq_lens.__setitem__(0, 99))
+    refused("of 7 numbers", hidden=torch.randn(7, HIDDEN), cos=cos[:7], sin=sin[:7])
+    refused("missing", replaced("v_weight", None))
+    refused("fit its input", replaced("down_weight", torch.randn(HIDDEN, INNER + 1)))
+    refused("fit the heads", replaced("k_weight", torch.randn(31, HIDDEN)))
+    refused("fit its input", replaced("norm1_weight", torch.randn(HIDDEN + 1)))
+    refused("share a dtype", replaced("up_weight", torch.randn(INNER, HIDDEN).bfloat16()))
+    refused("need cos", cos=None)
+    refused("too short", cos=cos[:, :4], sin=sin[:, :4])
+    refused(
+        "do not fit the heads", lambda layer, _: setattr(layer, "key_cache", torch.randn(NUM_BLOCKS, 1, BLOCK_SIZE, 16))
+    )
