@@ -173,7 +173,7 @@ class BlockManager:
             block_id (`int`):
                 The block.
         """
-        return self.pools[group].ref_counts[block_id] - self._copy_sources[group][block_id]
+        return self.pools[group].ref_counts[block_id] - self._copy_sources[group].get(block_id, 0)
 
     # --- statistics --------------------------------------------------------------------------------------------
 
@@ -187,10 +187,10 @@ class BlockManager:
         """Returns the tokens stored in the held blocks of one group, shared ones counted once."""
         filled: dict[int, int] = {}  # of the blocks that are not full
         for table in self._tables.values():
-            first = table.request.num_computed_tokens // self.block_size
-            for index, block_id in enumerate(table.block_ids[0][first:], first):
-                here = max(0, table.request.num_computed_tokens - index * self.block_size)
+            first, here = divmod(table.request.num_computed_tokens, self.block_size)
+            for block_id in table.block_ids[0][first:]:
                 filled[block_id] = max(filled.get(block_id, 0), here)
+                here = 0  # nothing is in the blocks after it
         return (self.num_blocks_held - len(filled)) * self.block_size + sum(filled.values())
 
     @property

@@ -46,6 +46,11 @@ class Answer:
                 after_prompt=True,
             )
         self._incremental = streaming or self._matcher is not None
+        extras = request.extras
+        # Whether there is anything to do after a token that does not end the answer.
+        self.follows_tokens = bool(
+            self._incremental or params.logprobs is not None or extras.scores or extras.stopping_criteria
+        )
         self._num_detokenized = 0
         self._complete = False
 

@@ -122,16 +122,20 @@ class InputBatch:
         shares = output.scheduled
         # Decoding requests first, by context: a backend that computes similar lengths together finds them in a row.
         order = sorted(range(len(shares)), key=lambda i: _place(shares[i]))
-        rows = np.array([self._rows[shares[i].request_id] for i in order], dtype=np.int64)
-        query_lens = np.array([shares[i].num_scheduled_tokens for i in order], dtype=np.int32)
-        computed = np.array([shares[i].num_computed_tokens for i in order], dtype=np.int64)
-        ends = np.cumsum(query_lens)
-        starts = ends - query_lens
-        token_rows = np.repeat(rows, query_lens)
-        positions = np.arange(ends[-1]) - np.repeat(starts - computed, query_lens)
-        seq_lens = (computed + query_lens).astype(np.int32)
+        placed = [shares[i] for i in order]
+        facts = [(self._rows[s.request_id], s.num_computed_tokens, s.num_scheduled_tokens) for s in placed]
+        rows, computed, lengths = np.array(list(zip(*facts, strict=True)), dtype=np.int64)
+        num_decodes = sum(length == 1 for _, _, length in facts)
+        if num_decodes == len(facts):  # most steps
+            token_rows, positions = rows, computed
+            cu_seqlens = np.arange(len(facts) + 1, dtype=np.int32)
+        else:
+            token_rows = np.repeat(rows, lengths)
+            cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+            positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - computed, lengths)
+        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+        query_lens, seq_lens = lengths.astype(np.int32), (computed + lengths).astype(np.int32)
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
         metadata = []
         for table in self.block_tables:
             metadata.append(
@@ -142,21 +146,21 @@ class InputBatch:
                     seq_lens=self._to_device(seq_lens),
                     query_lens_host=query_lens,
                     seq_lens_host=seq_lens,
-                    num_decodes=int((query_lens == 1).sum()),
+                    num_decodes=num_decodes,
                     block_size=self.block_size,
                 )
             )
         indices, prompt_rows = self._logits_rows(shares, order, starts, ends)
         return ModelInputs(
-            self._to_device(self.token_ids[token_rows, positions])[None],
-            self._to_device(positions)[None],
+            self._to_device(self.token_ids[token_rows, positions][None]),
+            self._to_device(positions[None]),
             tuple(metadata),
             self._to_device(indices),
             prompt_rows,
             {
-                shares[i].request_id: TokenRange(place, int(starts[place]), int(ends[place]), int(computed[place]))
-                for place, i in enumerate(order)
-                if shares[i].is_special
+                share.request_id: TokenRange(place, int(starts[place]), int(ends[place]), share.num_computed_tokens)
+                for place, share in enumerate(placed)
+                if share.is_special
             },
         )
 
@@ -207,9 +211,8 @@ class InputBatch:
 
     def _slots(self, table: np.ndarray, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the K/V of tokens lie, given the row of the table that each belongs to."""
-        return (
-            table[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
-        )
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return table[rows, blocks].astype(np.int64) * self.block_size + offsets
 
     def _logits_rows(self, shares, order, starts, ends) -> tuple[np.ndarray, dict[str, tuple[int, int]]]:
         last_token = np.empty(len(shares), dtype=np.int64)
@@ -225,7 +228,8 @@ class InputBatch:
         return np.concatenate(indices), prompt_rows
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
 def _place(share: ScheduledRequest) -> tuple[bool, int]:

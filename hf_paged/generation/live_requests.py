@@ -258,18 +258,25 @@ class LiveRequests:
             if not request.is_finished:
                 request.session.take_logits(request, result.logits[row])
         for row, request in enumerate(requests):
-            touched[id(request.group)] = _state_of(request)
-            if request.error is None:
-                self._ask_criteria(request, choice.scores.get(row))
-            if request.error is None:
-                try:
-                    self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:  # a tokenizer's panic is no `Exception`
-                    self._fail_text(request, error)
+            state = _state_of(request)
+            if not (request.is_finished or state.answers[request.branch].follows_tokens):
+                continue
+            touched[id(request.group)] = state
+            self._follow(request, row, choice, read_kv)
         for state in touched.values():
             self._settle(state)
+
+    def _follow(self, request: Request, row: int, choice: SamplerOutput, read_kv: Callable[[str, int], Any]) -> None:
+        """Does what comes after a token: its scores, criteria, log-probabilities and text."""
+        if request.error is None:
+            self._ask_criteria(request, choice.scores.get(row))
+        if request.error is None:
+            try:
+                self._advance(request, choice.logprobs[row] if choice.logprobs is not None else None, read_kv)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a tokenizer's panic is no `Exception`
+                self._fail_text(request, error)
 
     def _ask_criteria(self, request: Request, scores: torch.Tensor | None) -> None:
         """Keeps a token's scores, and ends the request if its caller's criteria say so, or raise."""

@@ -13,8 +13,33 @@ from hf_paged.kernels import BACKENDS, AttentionSpec, PagedAttentionBackend, des
 SPEC = AttentionSpec(9, 3, 64, 64, torch.bfloat16, "cpu", 16)
 
 
-def test_the_fast_torch_backend_is_the_default_on_a_cpu():
+@pytest.fixture
+def without_native(monkeypatch):
+    """As on a machine for which there is no native library."""
+    native = BACKENDS.get("native_cpu")
+    monkeypatch.setattr(native, "unavailable_reason", classmethod(lambda cls: "has no native library here"))
+
+
+def test_the_fast_torch_backend_is_the_default_on_a_cpu_without_native_code(without_native):
     assert select_backend(SPEC).name == "torch_sdpa"
+    with pytest.raises(UnsupportedAttentionError, match="has no native library here"):
+        select_backend(SPEC, "native_cpu")
+
+
+def test_native_code_is_the_default_where_there_is_any(monkeypatch):
+    native = BACKENDS.get("native_cpu")
+    monkeypatch.setattr(native, "unavailable_reason", classmethod(lambda cls: None))
+    assert select_backend(SPEC).name == "native_cpu"
+    for change in ({"device_type": "cuda"}, {"dtype": torch.float64}, {"features": frozenset({"batch_invariant"})}):
+        assert select_backend(dataclasses.replace(SPEC, **change)).name != "native_cpu"
+
+
+def test_the_native_library_is_not_asked_for_where_it_cannot_serve(monkeypatch):
+    def unavailable_reason(cls):
+        raise AssertionError("this may compile for a minute")
+
+    monkeypatch.setattr(BACKENDS.get("native_cpu"), "unavailable_reason", classmethod(unavailable_reason))
+    assert select_backend(dataclasses.replace(SPEC, device_type="xpu")).name == "torch_sdpa"
 
 
 def test_a_backend_knows_what_it_was_made_for():
@@ -53,7 +78,7 @@ def test_when_nothing_fits_every_backend_says_what_it_lacks():
     assert "has no torch.int8" in str(error.value)
 
 
-def test_priority_decides_and_a_reserved_device_is_not_automatic(monkeypatch):
+def test_priority_decides_and_a_reserved_device_is_not_automatic(monkeypatch, without_native):
     class Eager(PagedAttentionBackend):
         name = "eager"
         priority = 99
@@ -74,7 +99,7 @@ def test_priority_decides_and_a_reserved_device_is_not_automatic(monkeypatch):
         select_backend(SPEC, "eager")
 
 
-def test_descriptions_cover_every_backend_in_the_order_of_preference():
+def test_descriptions_cover_every_backend_in_the_order_of_preference(without_native):
     entries = describe_backends(SPEC)
     assert [entry.name for entry in entries if entry.fits] == ["torch_sdpa", "reference"]
     assert all(entry.reason for entry in entries if not entry.fits)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import NonFiniteLogitsError
+from ...kernels.cpu import sampling as native
 from ..outputs import Logprob
 from .chunks import chunk_maxima, entries_above, row_blocks
 from .truncation import padded_entries, top_k_thresholds
@@ -32,21 +33,37 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_best: Seq
         share the better one): the given token first, then the best ones in order, those of equal score by id.
     """
     results: list[dict[int, Logprob]] = []
+    of_block = _native_logprobs if native.takes(logits) else _torch_logprobs
     for block in row_blocks(*logits.shape):
-        results += _block_logprobs(logits[block].float(), token_ids[block], num_best[block])
+        results += of_block(logits[block], token_ids[block], num_best[block])
     return results
 
 
-def _block_logprobs(
-    scores: torch.Tensor, token_ids: Sequence[int], num_best: Sequence[int]
+def _native_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_best: Sequence[int]
 ) -> list[dict[int, Logprob]]:
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    log_sums, num_larger = native.measure_tokens(logits, tokens)
+    normalizer, given = log_sums.numpy(), logits.gather(1, tokens[:, None])[:, 0].tolist()
+    results = _given_logprobs(token_ids, given, normalizer, num_larger.add_(1).tolist())
+    wanted = np.minimum(np.asarray(num_best), logits.shape[1])
+    rows = np.flatnonzero(wanted)
+    if len(rows):
+        part = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+        values, columns = (best.numpy() for best in native.largest_tokens(part, int(wanted.max())))
+        for row, row_values, row_columns in zip(rows, values, columns, strict=True):
+            _add_best(results[row], row_values[: wanted[row]], row_columns, normalizer[row])
+    return results
+
+
+def _torch_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_best: Sequence[int]
+) -> list[dict[int, Logprob]]:
+    scores = logits.float()
     normalizer = scores.logsumexp(dim=1).cpu().numpy()
     given = scores.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])
     ranks = (scores > given).view(torch.uint8).sum(dim=1, dtype=torch.int32).add_(1).tolist()
-    results: list[dict[int, Logprob]] = [
-        {token_id: _logprob(value, log_sum, rank)}
-        for token_id, value, log_sum, rank in zip(token_ids, given[:, 0].tolist(), normalizer, ranks, strict=True)
-    ]
+    results = _given_logprobs(token_ids, given[:, 0].tolist(), normalizer, ranks)
     wanted = np.minimum(np.asarray(num_best), scores.shape[1])
     rows = np.flatnonzero(wanted)
     if not len(rows):
@@ -58,14 +75,27 @@ def _block_logprobs(
         order = np.argsort(-values, axis=1, kind="stable")
         values, columns = np.take_along_axis(values, order, 1), np.take_along_axis(columns, order, 1)
         for row, row_values, row_columns in zip(rows[group], values, columns, strict=True):
-            count = wanted[row]
-            best_values = row_values[:count].tolist()
-            for place, (token_id, value) in enumerate(zip(row_columns[:count].tolist(), best_values, strict=True)):
-                if value == -math.inf:  # fewer tokens than asked for have any probability
-                    break
-                rank = best_values.index(value, 0, place + 1) + 1
-                results[row].setdefault(token_id, _logprob(value, normalizer[row], rank))
+            _add_best(results[row], row_values[: wanted[row]], row_columns, normalizer[row])
     return results
+
+
+def _given_logprobs(
+    token_ids: Sequence[int], values: Sequence[float], normalizer: np.ndarray, ranks: Sequence[int]
+) -> list[dict[int, Logprob]]:
+    return [
+        {token_id: _logprob(value, log_sum, rank)}
+        for token_id, value, log_sum, rank in zip(token_ids, values, normalizer, ranks, strict=True)
+    ]
+
+
+def _add_best(result: dict[int, Logprob], ordered: np.ndarray, columns: np.ndarray, log_sum: float) -> None:
+    """Adds the best tokens of a row: their scores, best first, and their columns."""
+    values = ordered.tolist()
+    for place, (token_id, value) in enumerate(zip(columns.tolist(), values, strict=False)):
+        if value == -math.inf:  # fewer tokens than asked for have any probability
+            break
+        rank = values.index(value, 0, place + 1) + 1
+        result.setdefault(token_id, _logprob(value, log_sum, rank))
 
 
 def _logprob(value: float, log_sum: float, rank: int) -> Logprob:

@@ -139,6 +139,12 @@ def test_float32_queries_over_a_narrower_cache(dtype):
     check(call, 5e-6 if exact else 1.6e-2, LSE_TOLERANCE if exact else 1e-2)
 
 
+@pytest.mark.parametrize("window", [(1 << 32) + 5, 1 << 40, (1 << 62)])
+def test_a_window_wider_than_any_context(window):
+    call = make_call([(1, 300), (30, 300)], 6, 2, 32)
+    assert torch.equal(attend(call, window=window)[0], attend(call)[0])
+
+
 def test_queries_may_have_any_strides():
     call = make_call(MIXED)
     expected, _ = attend(call)

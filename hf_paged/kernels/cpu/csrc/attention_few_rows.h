@@ -85,7 +85,9 @@ INLINE void add_values(const T* values, const int64_t* slots, const int64_t* nex
 
 // How many keys, and vectors of columns, are in flight for R rows: as many as the registers hold.
 constexpr int keys_in_flight(int rows) { return W == 16 ? (rows <= 2 ? 8 : rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : 2); }
-constexpr int columns_in_flight(int rows) { return W == 16 ? (rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : rows <= 4 ? 2 : 1); }
+constexpr int columns_in_flight(int rows) {
+  return W == 16 ? (rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : rows <= 4 ? 2 : 1);
+}
 
 // The pieces of scratch memory: packed queries, weights and sums of each row.
 struct FewRowsScratch {
@@ -132,10 +134,12 @@ INLINE void add_chunk(const AttentionArgs& args, const FewRowsScratch& memory, c
                         memory.weights, memory.sums + d, memory.sums_stride);
 }
 
+// Asks for all of a chunk at once: the first one, which nothing was done before.
 template <class T>
 INLINE void fetch_chunk(const AttentionArgs& args, const int64_t* slots) {
-  for (int key = 0; key < FEW_KEYS; key++) fetch((const T*)args.key_cache + slots[key] * args.key_dim, args.key_dim * sizeof(T));
-  for (int key = 0; key < FEW_KEYS; key++) fetch((const T*)args.value_cache + slots[key] * args.value_dim, args.value_dim * sizeof(T));
+  const T *keys = (const T*)args.key_cache, *values = (const T*)args.value_cache;
+  for (int i = 0; i < FEW_KEYS; i++) fetch(keys + slots[i] * args.key_dim, args.key_dim * sizeof(T));
+  for (int i = 0; i < FEW_KEYS; i++) fetch(values + slots[i] * args.value_dim, args.value_dim * sizeof(T));
 }
 
 template <class Math, int R>

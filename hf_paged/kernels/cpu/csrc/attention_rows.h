@@ -15,7 +15,7 @@ constexpr float LOWEST = -1e30f;
 
 INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE int at_most(int n, int limit) { return n < limit ? n : limit; }
-INLINE int between(int n, int low, int high) { return n < low ? low : n > high ? high : n; }
+INLINE int between(int64_t n, int low, int high) { return n < low ? low : n > high ? high : (int)n; }
 
 // Walks along a request's keys: the number of each key's slot, slots of all blocks and heads counted in memory order.
 //
@@ -50,7 +50,7 @@ struct Visible {
 
 INLINE Visible visible(const AttentionArgs& args, int64_t position, int64_t first_key, int num_keys) {
   const int64_t high = position + 1 - first_key, low = args.window > 0 ? high - args.window : 0;
-  return {between((int)low, 0, num_keys), between((int)high, 0, num_keys)};
+  return {between(low, 0, num_keys), between(high, 0, num_keys)};
 }
 
 INLINE Vec lane_numbers() {
@@ -134,7 +134,7 @@ struct RowView {
   float distance;
 };
 
-// The same for up to W rows at once, `N * W` keys each, rows `stride` apart: the rows' highest scores and sums of weights
+// The same for up to W rows at once, `N * W` keys each, rows `stride` apart: their highest scores and sums of weights
 // are found together, by transposing. `view(i)` tells about row i; factors[i] becomes the factor for its earlier sums.
 template <int N, class View>
 INLINE void soften_group(float* scores, int64_t stride, int num_rows, const Scoring& scoring, const View& view,

@@ -25,14 +25,23 @@ const char* row_of(const LinearPart& part, DType dtype, int64_t row) {
   return (const char*)part.weight + offset * size_of(dtype);
 }
 
+float of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+float of_half(uint16_t half) {
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  if (rest >= 0x7c00) return of_bits(sign | 0x7f800000 | rest << 13);
+  // Multiplying by 2^112 moves the exponent's bias, of numbers below the smallest normal one too.
+  return of_bits(sign | rest << 13) * of_bits(0x77800000);
+}
+
 float widened(DType dtype, const void* p, int64_t i) {
   if (dtype == DType::f32) return ((const float*)p)[i];
   const uint16_t bits = ((const uint16_t*)p)[i];
-  if (dtype == DType::f16) return (float)*(const _Float16*)&bits;
-  const uint32_t wide = (uint32_t)bits << 16;
-  float x;
-  memcpy(&x, &wide, sizeof(x));
-  return x;
+  return dtype == DType::f16 ? of_half(bits) : of_bits((uint32_t)bits << 16);
 }
 
 // The tokens: blocks of at most `max_width` for `many`, and the rest for `few`.

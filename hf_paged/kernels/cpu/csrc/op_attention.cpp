@@ -127,8 +127,9 @@ std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tenso
   args.num_requests = seq_lens.size(0);
   check_shapes(query, key_cache, value_cache, args.num_requests, block_tables, cu_seqlens_q);
   const int64_t num_tokens = query.size(0);
-  STD_TORCH_CHECK(args.cu_seqlens_q[args.num_requests] == num_tokens, "hf_paged::paged_attention: cu_seqlens_q ends at ",
-                  args.cu_seqlens_q[args.num_requests], ", query has ", num_tokens, " tokens");
+  const int64_t last = args.cu_seqlens_q[args.num_requests];
+  STD_TORCH_CHECK(last == num_tokens, "hf_paged::paged_attention: cu_seqlens_q ends at ", last, ", query has ",
+                  num_tokens, " tokens");
   args.block_tables_stride = block_tables.stride(0);
   args.num_blocks = key_cache.size(0);
   args.num_kv_heads = key_cache.size(1);

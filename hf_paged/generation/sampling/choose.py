@@ -1,0 +1,121 @@
+"""Choosing a token in each row of the processed scores: by native code where there is some, else by torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...kernels.cpu import sampling as native
+from ..request import Request
+from .chunks import WIDE_CHUNK_SIZE, argmax_rows, chunk_maxima, wide_maxima
+from .draw import draw_candidates, draw_full
+from .random import uniforms
+from .truncation import Truncation, truncate
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawPlan:
+    """How the token of each row is chosen.
+
+    Args:
+        requests (`Sequence[Request]`):
+            Request i belongs to row i.
+        greedy (`np.ndarray`):
+            `[rows]` whether the best token is taken.
+        truncated (`np.ndarray`):
+            `[rows]` whether only some tokens may remain.
+        settings (`Truncation`):
+            Temperature, top-k, top-p and min-p of the rows.
+    """
+
+    requests: Sequence[Request]
+    greedy: np.ndarray
+    truncated: np.ndarray
+    settings: Truncation
+
+    @functools.cached_property
+    def all_greedy(self) -> bool:
+        """Returns whether nothing is drawn."""
+        return bool(self.greedy.all())
+
+    @functools.cached_property
+    def native_settings(self) -> torch.Tensor:
+        """Returns the settings as the native operator takes them."""
+        kinds = np.where(self.greedy, native.BEST, np.where(self.truncated, native.TRUNCATED, native.ANY))
+        settings = self.settings
+        columns = (kinds, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+        return torch.from_numpy(np.stack(columns, axis=1).astype(np.float64))
+
+    @functools.cached_property
+    def _keys(self) -> np.ndarray:
+        """`[rows, 3]` seed, branch and position; the last column is set at each step."""
+        keys = np.zeros((len(self.requests), 3), dtype=np.uint64)
+        keys[:, 0] = [request.seed % 2**64 for request in self.requests]
+        keys[:, 1] = [request.branch for request in self.requests]
+        return keys
+
+    def keys(self) -> np.ndarray:
+        """Returns what the rows' random numbers depend on now: `[rows, 3]` uint64, valid until the next call."""
+        self._keys[:, 2] = [request.num_output_tokens for request in self.requests]
+        return self._keys
+
+
+def choose(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses a token in each row.
+
+    Args:
+        scores (`torch.Tensor`):
+            `[rows, vocab_size]`, contiguous within a row.
+        plan (`DrawPlan`):
+            How.
+
+    Returns:
+        `tuple[np.ndarray, np.ndarray]`: `[rows]` int64 token ids, and `[rows]` float32, each row's largest score (NaN
+        if it holds one). Where that is not finite the token means nothing, unless the row is greedy.
+    """
+    if native.takes(scores):
+        return _choose_natively(scores, plan)
+    return _choose_greedily(scores) if plan.all_greedy else _choose_by_torch(scores, plan)
+
+
+def _choose_natively(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
+    if plan.all_greedy:
+        token_ids, best = native.argmax_tokens(scores)
+    else:
+        uniform = native.philox_uniforms(torch.from_numpy(plan.keys().view(np.int64)))
+        token_ids, best = native.draw_tokens(scores, plan.native_settings, uniform)
+    return token_ids.numpy(), best.numpy()
+
+
+def _choose_greedily(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    maxima = wide_maxima(scores)
+    return argmax_rows(scores, maxima, WIDE_CHUNK_SIZE), maxima.amax(dim=1).float().cpu().numpy()
+
+
+def _choose_by_torch(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
+    maxima = chunk_maxima(scores)
+    best = maxima.amax(dim=1)
+    largest = best.cpu().numpy()
+    token_ids = np.zeros(len(largest), dtype=np.int64)
+    greedy = np.flatnonzero(plan.greedy)
+    if len(greedy):
+        token_ids[greedy] = argmax_rows(_take(scores, greedy), _take(maxima, greedy))
+    uniform = uniforms(*plan.keys().T)
+    sampled = np.isfinite(largest) & ~plan.greedy
+    truncated = np.flatnonzero(sampled & plan.truncated)
+    if len(truncated):
+        for group in truncate(_take(scores, truncated), _take(maxima, truncated), plan.settings[truncated]):
+            row = truncated[group.rows]
+            token_ids[row] = draw_candidates(group, uniform[row])
+    full = np.flatnonzero(sampled & ~plan.truncated)
+    if len(full):
+        token_ids[full] = draw_full(scores, best, full, plan.settings.temperature[full], uniform[full])
+    return token_ids, largest
+
+
+def _take(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    return tensor if len(rows) == len(tensor) else tensor[torch.from_numpy(rows).to(tensor.device)]
