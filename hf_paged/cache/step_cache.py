@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -199,6 +199,8 @@ class StepLayer(CacheLayerMixin):
         if self.view.attention_ranges:
             self._record_attention(query, request)
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
+        if self.view.observer is not None:
+            self.view.observer(spec.layer_idx, query, key, value, request, output)
         if token_rows is None:
             return output
         return output.new_zeros(num_rows, *output.shape[1:]).index_copy_(0, token_rows, output)
@@ -267,6 +269,7 @@ class StepCache(Cache):
         self.num_attended = 0
         self.attention_ranges: Mapping[str, Any] = {}
         self.attentions: dict[str, list[torch.Tensor]] = {}
+        self.observer: Callable[..., None] | None = None  # told what attention was given, and what it returned
         self._head_counts = {(spec.group_idx, spec.key_cache.shape[1]) for spec in layers}
 
     def begin(
@@ -299,6 +302,19 @@ class StepCache(Cache):
                 f"Layer {layer.spec.layer_idx} gave its keys to the paged cache but computed attention by itself, over "
                 "the new tokens alone. Its model cannot run on the paged engine; use Transformers' own loop."
             )
+
+    def attended(self, num_layers: int) -> None:
+        """Takes note of layers that are computed by one operator, which stores and attends by itself.
+
+        Args:
+            num_layers (`int`):
+                How many.
+
+        Raises:
+            AttentionBypassedError: If the layer before did not run paged attention.
+        """
+        self.check_attended()
+        self.num_attended += num_layers
 
     def abandon(self) -> None:
         """Lets go of a step that failed."""

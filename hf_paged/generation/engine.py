@@ -39,6 +39,7 @@ from .answer import RequestState
 from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
 from .model_state import eos_token_ids, sampling_defaults, training_obstacle
+from .native_layers import native_layers
 from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
@@ -97,11 +98,14 @@ class Engine(StepDriver):
                 rejected_backends=rejected,
                 activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
             )
+        self._native = native_layers(model, self._groups, self.backend, self.plan)
+        if self._native is not None:
+            self.plan = dataclasses.replace(self.plan, native=self._native.inspection.describe())
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
         self._loop = StepLoop(self.live, self.sampler, self._make_runner, WeightWatch(model))
         self.sessions = OpenSessions()
-        self._model = weakref.ref(model, lambda _: self._loop.drop_runner())  # only now is there a loop
+        self._model = weakref.ref(model, lambda _: self._forget_model())  # only now is there a loop
         self._turns = Turns(self._end_turn)
         self._asleep = False
         self._closed = False
@@ -492,4 +496,10 @@ class Engine(StepDriver):
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             tiled=plan.call_layout == "tiles",
+            native=self._native,
         )
+
+    def _forget_model(self) -> None:
+        self._loop.drop_runner()
+        if self._native is not None:
+            self._native.clear()

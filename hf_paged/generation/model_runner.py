@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,9 @@ from .input_batch import TILE, InputBatch, ModelInputs
 from .outputs import StepResult
 from .recording import Recorded, StepRecorder
 from .step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from .native_layers import NativeLayers
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,6 +139,8 @@ class ModelRunner:
             Tokens of a request at most.
         tiled (`bool`, defaults to `False`):
             Compute every request in calls of its own, of one width, so that its logits do not depend on others.
+        native (`NativeLayers`, *optional*):
+            The layers that are computed natively.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         tiled: bool = False,
+        native: NativeLayers | None = None,
     ):
         # Weak: the engine is kept alive by its model, which would never be freed if it were kept alive in turn.
         self._model = weakref.ref(model)
@@ -162,6 +169,7 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")
+        self._native = None if native is None else native.bind(self.cache)
         # Experts multiply the tokens of a call that chose them, so that their products depend on which those are.
         self._tile_tokens = 1 if tiled and has_experts(model) else TILE
 
@@ -191,9 +199,7 @@ class ModelRunner:
             `StepHandle`: To be handed to `collect`.
         """
         started = time.perf_counter()
-        self.batch.apply(output)
-        for group, pool in enumerate(self.pools):
-            self._prepare_blocks(pool, group, output)
+        self._prepare(output)
         recorder = StepRecorder(output)
         if self.tiled:
             return self._launch_tiles(output, recorder, embeds)
@@ -202,6 +208,32 @@ class ModelRunner:
         seconds_inputs = time.perf_counter() - started
         logits = self._call(inputs, recorder, embeds)
         return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs)
+
+    def inputs_of(self, output: SchedulerOutput) -> ModelInputs:
+        """Prepares a step that `call` runs, perhaps several times; nothing is recorded.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+        """
+        self._prepare(output)
+        return self.batch.build(output)
+
+    @torch.inference_mode()
+    def call(self, inputs: ModelInputs) -> torch.Tensor:
+        """Runs a prepared step and returns its logits.
+
+        Args:
+            inputs (`ModelInputs`):
+                What `inputs_of` returned.
+        """
+        self.cache.begin(inputs.metadata)
+        return self._call(inputs, StepRecorder(SchedulerOutput(0, ())), None)
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        self.batch.apply(output)
+        for group, pool in enumerate(self.pools):
+            self._prepare_blocks(pool, group, output)
 
     def _prepare_blocks(self, pool: KVPool, group: int, output: SchedulerOutput) -> None:
         new = [block for share in output.scheduled if share.new_block_ids for block in share.new_block_ids[group]]
@@ -218,13 +250,15 @@ class ModelRunner:
             tokens = {"inputs_embeds": self._embed(inputs, embeds)}
         if recorder.wants_hidden_states:
             keep["output_hidden_states"] = True
-        result = self.model(
-            **tokens,
-            position_ids=inputs.position_ids,
-            use_cache=True,
-            **keep,
-            **{self._cache_argument: self.cache},
-        )
+        is_native = self._native is not None and not recorder.wants_hidden_states and not self.cache.attention_ranges
+        with self._native.step() if is_native else contextlib.nullcontext():  # type: ignore[union-attr]
+            result = self.model(
+                **tokens,
+                position_ids=inputs.position_ids,
+                use_cache=True,
+                **keep,
+                **{self._cache_argument: self.cache},
+            )
         attentions = self.cache.attentions
         self.cache.end()
         recorder.take(inputs.ranges, getattr(result, "hidden_states", None), attentions)

@@ -69,6 +69,8 @@ class EnginePlan:
             Whether logits do not depend on batch mates.
         huge_pages (`bool`):
             Whether weights and K/V are on 2 MiB pages.
+        native (`str`, defaults to `"off"`):
+            What of the model native operators compute.
         notes (`tuple[str, ...]`):
             Limits that became what fits, and why.
     """
@@ -92,6 +94,7 @@ class EnginePlan:
     max_queue_size: int | None
     batch_invariant: bool
     huge_pages: bool
+    native: str = "off"
     notes: tuple[str, ...] = ()
 
     @property
@@ -114,6 +117,7 @@ class EnginePlan:
             "model": f"{self.model} on {self.device}, {self.num_layers} layers, K/V in {self.dtype}",
             "attention": self.attn_backend
             + "".join(f"; not {name} ({why})" for name, why in self.rejected_backends.items()),
+            "native": self.native,
             "pool": f"{self.num_blocks} blocks of {self.block_size} tokens ({self.pool_tokens} tokens, "
             f"{self.pool_bytes / _GIB:.2f} GiB{', huge pages' if self.huge_pages else ''})",
             "max_model_len": str(self.max_model_len),

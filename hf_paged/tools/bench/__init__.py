@@ -7,5 +7,7 @@ BENCHMARK_HELP = {
     "latency": "One user alone (W3): time to the first token and between tokens.",
     "long": "Four prompts of 4,000 tokens (W4).",
     "step": "What a step of 64 requests costs beside the model, part by part.",
-    "memory": "How much K/V memory is held, and how much of it is wasted (W1).",
+    "kernels": "Each native CPU operator at the model's shapes: time, rate, share of what the machine allows.",
+    "memory": "How much K/V memory is held, how much of it is wasted, and what else a server takes (W1).",
+    "start": "From from_pretrained to the first token, in fresh processes, beside stock Transformers.",
 }

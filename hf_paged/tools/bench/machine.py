@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import mmap
 import os
@@ -117,6 +118,29 @@ def huge_page_bytes() -> int | None:
 def resident_bytes() -> int | None:
     """Returns how much main memory this process occupies, or `None` outside Linux."""
     return _kilobytes("/proc/self/status", "VmRSS:")
+
+
+def peak_resident_bytes() -> int | None:
+    """Returns the most main memory that this process has occupied, or `None` outside Linux."""
+    return _kilobytes("/proc/self/status", "VmHWM:")
+
+
+def touched_bytes(tensor: torch.Tensor) -> int | None:
+    """Returns how much of a tensor on the CPU is really in memory, in whole pages, or `None` outside Linux.
+
+    Args:
+        tensor (`torch.Tensor`):
+            A contiguous tensor.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    num_pages = -(-(tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE)
+    present = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None)
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE), present) != 0:
+        return None
+    return int(torch.frombuffer(present, dtype=torch.uint8).bitwise_and(1).sum()) * mmap.PAGESIZE
 
 
 def measure_bandwidth(num_bytes: int = PROBE_BYTES, repeats: int = 5) -> Bandwidth:

@@ -164,14 +164,14 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
 
     Args:
         name (`str`):
-            `"throughput"`, `"prefix"`, `"latency"`, `"long"`, `"step"` or `"memory"`.
+            `"throughput"`, `"prefix"`, `"latency"`, `"long"`, `"step"`, `"kernels"`, `"memory"` or `"start"`.
         options (`BenchOptions`):
             What to measure.
 
     Raises:
         UnknownNameError: If there is none of that name.
     """
-    from . import latency, long_context, memory, prefix, step, throughput  # noqa: F401 - each registers itself
+    from . import kernels, latency, long_context, memory, prefix, start, step, throughput  # noqa: F401 - each registers itself
 
     benchmark = BENCHMARKS.get(name)
     with open_session(options) as session:

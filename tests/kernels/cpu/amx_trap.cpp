@@ -86,6 +86,10 @@ void move(const Instruction& i, bool to_memory) {
   }
 }
 
+void clear(int tile) {
+  if (tiles::state.configured) memset(tiles::state.tile[tile], 0, tiles::BYTES);
+}
+
 void multiply(const Instruction& i) {
   if (i.reg == i.rm || i.reg == i.vvvv || i.rm == i.vvvv) abort();
   auto* tile = tiles::state.tile;
@@ -98,7 +102,7 @@ bool carry_out(const Instruction& i) {
   enum { none = 0, f3 = 2, f2 = 3 };
   if (i.opcode == 0x49 && i.prefix == none && i.mod != 3) load_configuration((const uint8_t*)i.address);
   else if (i.opcode == 0x49 && i.prefix == none) tiles::release();
-  else if (i.opcode == 0x49 && i.prefix == f2 && tiles::state.configured) memset(tiles::state.tile[i.reg], 0, tiles::BYTES);
+  else if (i.opcode == 0x49 && i.prefix == f2) clear(i.reg);
   else if (i.opcode == 0x4b && (i.prefix == f2 || i.prefix == f3)) move(i, i.prefix == f3);
   else if (i.opcode == 0x5c && i.prefix == f3) multiply(i);
   else return false;

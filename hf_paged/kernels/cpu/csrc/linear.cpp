@@ -49,8 +49,7 @@ struct Split {
   int64_t num_many, num_few;
   Split(int64_t num_tokens, const LinearKernels& kernels) {
     const int64_t rest = num_tokens % kernels.lanes;
-    num_few = num_tokens <= MAX_FEW_TOKENS || rest <= kernels.lanes / 2 ? rest : 0;
-    if (num_tokens <= MAX_FEW_TOKENS) num_few = num_tokens;
+    num_few = num_tokens <= kernels.max_few ? num_tokens : rest <= kernels.max_few ? rest : 0;
     num_many = num_tokens - num_few;
   }
 };

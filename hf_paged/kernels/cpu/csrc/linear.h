@@ -52,7 +52,7 @@ struct LinearArgs {
 constexpr int COLUMNS = 48;        // output columns of a work item at most, a multiple of 16
 constexpr int MAX_WIDTH = 64;      // tokens of a packed block at most
 constexpr int FEW_TOKENS = 4;      // tokens whose sums are kept in registers together
-constexpr int MAX_FEW_TOKENS = 8;  // a remainder of more tokens is cheaper as a padded block
+constexpr int MAX_FEW_TOKENS = 8;  // tokens that `few` takes at most
 
 // One product of weight rows with tokens.
 struct LinearTile {
@@ -81,6 +81,7 @@ struct PackArgs {
 struct LinearKernels {
   int lanes;      // widths are multiples of this
   int max_width;  // and at most this
+  int max_few;    // a remainder of more tokens, at most MAX_FEW_TOKENS, is faster as a padded block
   bool pairs;     // packed and copied activations are bf16
   void (*pack)(const PackArgs&);                       // for `many`
   void (*copy)(const PackArgs&);                       // for `few`

@@ -60,10 +60,15 @@ static void copy(const PackArgs& a) {
   else copy_rows<f16>(a);
 }
 
-// ROWS weight rows (float32) x VECS vectors of tokens.
+// Products are summed in chunks along k, and the chunks added up: rounding errors grow with the length of a sum.
+constexpr int64_t CHUNK = 96;
+
+// ROWS weight rows (float32) x VECS vectors of tokens, k from `first` on.
 template <int ROWS, int VECS>
-INLINE void multiply(const float* const* rows, const float* x, int64_t width, int64_t k, Vec acc[ROWS][VECS]) {
-  for (int64_t i = 0; i < k; i++, x += width) {
+INLINE void multiply(const float* const* rows, const float* x, int64_t width, int64_t first, int64_t end,
+                     Vec acc[ROWS][VECS]) {
+  x += first * width;
+  for (int64_t i = first; i < end; i++, x += width) {
     Vec v[VECS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; j++) v[j] = load(x + j * W);
@@ -92,16 +97,22 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
     for (; k + W <= t.k; k += W) store(wide + r * t.k + k, load(from + k));
     if (k < t.k) store(wide + r * t.k + k, load(from + k, (int)(t.k - k)), (int)(t.k - k));
   }
-  Vec acc[ROWS][VECS];
+  for (int64_t first = 0; first < t.k; first += CHUNK) {
+    Vec acc[ROWS][VECS];
 #pragma GCC unroll 24
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; j++) acc[r][j] = zero();
-  multiply<ROWS, VECS>(rows, (const float*)t.x, t.num_tokens, t.k, acc);
+      for (int j = 0; j < VECS; j++) acc[r][j] = zero();
+    const int64_t end = first + CHUNK < t.k ? first + CHUNK : t.k;
+    multiply<ROWS, VECS>(rows, (const float*)t.x, t.num_tokens, first, end, acc);
 #pragma GCC unroll 24
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; j++) store(sums + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
+      for (int j = 0; j < VECS; j++) {
+        float* sum = sums + (first_row + r) * MAX_WIDTH + j * W;
+        store(sum, first ? add(load(sum), acc[r][j]) : acc[r][j]);
+      }
+  }
 }
 
 // sums [column][token] -> out [token][column]
@@ -185,7 +196,7 @@ static void few(const LinearTile& t) {
 }
 
 constexpr LinearKernels linear_table(int max_width) {
-  return {W, max_width, false, pack, copy, {many<float>, many<bf16>, many<f16>}, {few<float>, few<bf16>, few<f16>}};
+  return {W, max_width, W / 2, false, pack, copy, {many<float>, many<bf16>, many<f16>}, {few<float>, few<bf16>, few<f16>}};
 }
 
 }  // namespace KERNEL_NAMESPACE

@@ -1,0 +1,81 @@
+"""The operators that native layers run on: those of the native library, or the same in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..kernels.cpu import decoder, library, linear, norms
+from ..kernels.cpu.decoder import LayerArguments
+from ..kernels.metadata import PagedAttentionMetadata
+from ..modeling.patterns import reference
+from ..modeling.patterns.recipe import NormKind
+
+
+class DecoderLayers(Protocol):
+    """Runs layers, attention blocks or MLPs one after the other; see `modeling/patterns/reference.py`."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerArguments],
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        metadata: PagedAttentionMetadata | None,
+    ) -> torch.Tensor: ...
+
+
+class NormFunction(Protocol):
+    """A norm over the last dimension; see `modeling/patterns/reference.py`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        kind: NormKind,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> torch.Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Operators:
+    """A set of operators.
+
+    Args:
+        name (`str`):
+            What they are, for people.
+        decoder_layers (`DecoderLayers`):
+            Whole layers, attention blocks and MLPs.
+        linear (`Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]`, *optional*):
+            `x`, `weight`, `bias`, as `torch.nn.functional.linear`; `None` leaves linears as they are.
+        norm (`NormFunction`, *optional*):
+            Norms that stand alone; `None` leaves them as they are.
+    """
+
+    name: str
+    decoder_layers: DecoderLayers
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+    norm: NormFunction | None = None
+
+
+REFERENCE = Operators("reference", reference.decoder_layers, torch.nn.functional.linear, reference.normalized)
+
+
+def native_operators() -> Operators | None:
+    """Returns the operators of the native library, or `None` where it does not run."""
+    if not (library.load() and norms.load() and linear.load()):
+        return None
+    return Operators("native", decoder.decoder_layers, linear.linear, _norm)
+
+
+def _norm(
+    x: torch.Tensor, kind: NormKind, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    if kind == NormKind.RMS and bias is None:
+        return norms.rms_norm(x, weight, eps, offset)[0]
+    return norms.layer_norm(x, weight, bias, eps, offset)[0]

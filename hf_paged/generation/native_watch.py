@@ -1,0 +1,164 @@
+"""Notices, before each step, that a module that is computed natively is not what it was when it was recognised."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..modeling.native_step import has_own_forward
+from ..modeling.patterns.plain import any_global_hook, obstacle
+from .native_units import Unit
+
+_dtype = operator.attrgetter("dtype")
+_NUMBERS = (int, float, bool)
+_PLAIN = (*_NUMBERS, type(None))
+_NO_SETTINGS = frozenset({"training", "forward"})
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Numbers, and functions such as an activation."""
+    if name in _NO_SETTINGS:
+        return False
+    return type(value) in _NUMBERS or (callable(value) and not name.startswith("_"))
+
+
+class StructureWatch:
+    """What a model consists of at one moment: its modules, their classes and forwards, numbers and functions on them.
+
+    Whatever was recognised was recognised in this; if it changes, the model is to be inspected again.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+    """
+
+    def __init__(self, model: Any):
+        modules = [module for module in model.modules() if module is not model]
+        config = model.config.get_text_config(decoder=True)
+        self._edges = [(m._modules, name) for m in (model, *modules) for name in m._modules]
+        self._settings = [
+            (vars(m), name)
+            for m in modules
+            if type(m) is not torch.nn.Linear
+            for name, value in vars(m).items()
+            if _is_setting(name, value)
+        ]
+        self._settings += [(vars(config), name) for name, value in vars(config).items() if type(value) in _PLAIN]
+        self._modules = modules
+        self._classes: list[Any] = list({id(cls): cls for cls in map(type, modules)}.values())
+        self._seen = self._look()
+
+    def _look(self) -> list | None:
+        try:
+            children = [id(modules[name]) for modules, name in self._edges]
+            settings = [values[name] for values, name in self._settings]
+        except KeyError:
+            return None
+        forwards = [cls.forward for cls in self._classes]
+        return [children, settings, forwards, list(map(type, self._modules))]
+
+    def is_same(self) -> bool:
+        """Returns whether nothing has changed."""
+        return self._look() == self._seen
+
+
+class TensorWatch:
+    """The weights of recognised modules, which may be others at each step, but of one form each.
+
+    Operators read a weight's memory anew at each call, and check its shape; views of a part of a weight are kept, and
+    are worthless once it lies elsewhere.
+
+    Args:
+        units (`Sequence[Unit]`):
+            The modules.
+    """
+
+    def __init__(self, units: Sequence[Unit]):
+        sources = [source for unit in units if unit.recipe is not None for source in unit.recipe.sources.values()]
+        small = [unit.module._parameters for unit in units if unit.recipe is None]
+        self._places = [(source.parameters, source.name) for source in sources]
+        self._places += [
+            (parameters, name) for parameters in small for name in parameters if parameters[name] is not None
+        ]
+        self._viewed = list({(id(s.parameters), s.name): (s.parameters, s.name) for s in sources if s.view}.values())
+        inner = {id(module): module for unit in units for module in unit.module.modules()}.values()
+        self._absent = [(m._parameters, name) for m in inner for name, p in m._parameters.items() if p is None]
+        self.number = 0  # of the weights so far: another object, or other memory under a view, is another weight
+        self._ids: list[int] | None = None
+        self._addresses: list[int] = []
+        self._forms = self._look()
+
+    def _look(self) -> list:
+        """Notes which tensors there are; returns their classes and dtypes."""
+        tensors = [parameters[name] for parameters, name in self._places]
+        ids, addresses = list(map(id, tensors)), [parameters[name].data_ptr() for parameters, name in self._viewed]
+        if ids != self._ids or addresses != self._addresses:
+            self._ids, self._addresses = ids, addresses
+            self.number += 1
+            self._classes = list(map(type, tensors))
+            self._shapes = [tensor.shape for tensor in tensors]
+        return [self._classes, self._shapes, list(map(_dtype, tensors))]
+
+    def are_alike(self) -> bool:
+        """Returns whether the weights still have their classes, shapes and dtypes."""
+        try:
+            return self._look() == self._forms and not [1 for ps, name in self._absent if ps[name] is not None]
+        except (KeyError, AttributeError, RuntimeError):  # one is gone, is None now, or has no memory
+            return False
+
+
+class ObstacleWatch:
+    """Which modules may not be read instead of called now: hooks, a forward of their own, training.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._modules = [module for module in model.modules() if module is not model]
+        self._dicts = [module.__dict__ for module in self._modules]
+        self._num_handles = -1
+        self._blocked: frozenset[int] = frozenset()
+
+    def blocked(self) -> frozenset[int]:
+        """Returns the ids of the modules that may not be read; quick if there is none, and no hook is new."""
+        num_handles = RemovableHandle.next_id
+        is_quiet = num_handles == self._num_handles and not self._blocked
+        if is_quiet and not [values for values in self._dicts if values["training"] or "forward" in values]:
+            return self._blocked
+        self._num_handles = num_handles
+        if any_global_hook():
+            self._blocked = frozenset(map(id, self._modules))
+        else:
+            self._blocked = frozenset(id(m) for m in self._modules if m.training or obstacle(m) is not None)
+        return self._blocked
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Returns whether a module's forward was compiled, or is not that of its class.
+
+    Args:
+        module (`torch.nn.Module`):
+            Any module.
+    """
+    return has_own_forward(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def holders_of(units: Sequence[Unit], model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the modules whose forwards call those of the units, without the model, which nothing here keeps alive.
+
+    Args:
+        units (`Sequence[Unit]`):
+            Recognised modules.
+        model (`torch.nn.Module`):
+            The model that they are in.
+    """
+    native = {id(unit.module) for unit in units}
+    inner = {id(module) for unit in units for module in unit.module.modules()}
+    outer = [module for module in model.modules() if module is not model and id(module) not in inner]
+    return [module for module in outer if not native.isdisjoint(map(id, module.modules()))]

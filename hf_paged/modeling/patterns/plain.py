@@ -1,0 +1,104 @@
+"""Which modules may be read instead of called: nobody hooks into them, and their weights are ordinary tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from ..native_step import has_own_forward
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_CAPTURING = "transformers.utils.output_capturing"  # hooks that return hidden states to a call that asks for them
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class NotRecognizedError(Exception):
+    """A module is not what a pattern describes; says why. Never leaves the package."""
+
+
+class NotProvedError(NotRecognizedError):
+    """What was recognised computes something else.
+
+    Args:
+        error (`float`):
+            The relative error.
+        allowed (`float`):
+            What it may be.
+    """
+
+    def __init__(self, error: float, allowed: float):
+        super().__init__(f"computed natively it is off by more than {allowed:.2g}")
+        self.error = error
+
+
+def obstacle(module: torch.nn.Module) -> str | None:
+    """Returns what somebody has put into a module's forward, or `None`.
+
+    Args:
+        module (`torch.nn.Module`):
+            Any module.
+    """
+    if has_own_forward(module):
+        return "a forward of its own"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "a compiled forward"
+    for name in _HOOKS:
+        hooks = module.__dict__.get(name)
+        if hooks and any(getattr(hook, "__module__", None) != _CAPTURING for hook in list(hooks.values())):
+            return "hooks"
+    return None
+
+
+def any_global_hook() -> bool:
+    """Returns whether there are hooks on all modules of this process."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def check_plain(modules: Iterable[torch.nn.Module]) -> None:
+    """Checks that modules may be read instead of called.
+
+    Args:
+        modules (`Iterable[torch.nn.Module]`):
+            The modules.
+
+    Raises:
+        NotRecognizedError: If somebody has hooked into one of them.
+    """
+    for module in modules:
+        found = obstacle(module)
+        if found is not None:
+            raise NotRecognizedError(f"{type(module).__name__} has {found}")
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Returns whether something is an ordinary tensor of a dtype and layout that native operators read.
+
+    Args:
+        tensor (`Any`):
+            What lies where a weight is expected.
+    """
+    return (
+        type(tensor) in (torch.nn.Parameter, torch.Tensor)
+        and tensor.dtype in DTYPES
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.ndim > 0
+        and tensor.stride(-1) == 1
+    )
+
+
+def is_plain_linear(module: torch.nn.Module) -> bool:
+    """Returns whether a module is a linear layer, not one of a subclass, with ordinary weights.
+
+    Args:
+        module (`torch.nn.Module`):
+            Any module.
+    """
+    return (
+        type(module) is torch.nn.Linear
+        and is_plain_tensor(module.weight)
+        and (module.bias is None or is_plain_tensor(module.bias))
+    )
