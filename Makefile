@@ -12,6 +12,10 @@ OLDEST_TESTS ?= tests/modeling tests/cache tests/generation tests/tools tests/te
 TRANSFORMERS_SRC ?=
 ARGS ?=
 
+# A test file to each processor; one thread each, that does not spin where another test waits.
+PYTEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+PYTEST := -m pytest -n logical --maxprocesses 8 --dist loadfile
+
 VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
@@ -45,11 +49,11 @@ bench: setup
 	$(BIN)/hf-paged bench $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PYTEST_ENV) $(BIN)/python $(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: setup $(OLDEST)/.done
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
-	$(OLDEST)/bin/python -m pytest -m "not slow and not gpu" $(OLDEST_TESTS)
+	$(PYTEST_ENV) $(BIN)/python $(PYTEST) -m "slow and not gpu" $(ARGS)
+	$(PYTEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu" $(OLDEST_TESTS)
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)

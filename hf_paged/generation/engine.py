@@ -24,6 +24,7 @@ from ..errors import (
     QueueFullError,
 )
 from ..kernels import describe_backends, select_backend
+from ..kernels.cpu.threads import limit_threads, pin_threads_if_requested
 from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import (
     Limits,
@@ -85,6 +86,8 @@ class Engine(StepDriver):
         inspect_configuration(model)
         with evaluating(model):
             self._groups = find_layers(model)
+            if self._groups[0].device.type == "cpu":
+                limit_threads()
             block_size = default_block_size(self.config)
             spec = attention_spec(self._groups, block_size, self.config.batch_invariant)
             self.backend = select_backend(spec, self.config.attn_backend)
@@ -367,6 +370,8 @@ class Engine(StepDriver):
         """
         self._check_usable()
         self.sessions.await_choices(self._turns.lock, self.live.counters)
+        if self._groups[0].device.type == "cpu":
+            pin_threads_if_requested()
         return self._loop.step()
 
     # ------------------------------------------------------------------ life

@@ -217,6 +217,7 @@ class _Inspector:
             block = self._attention(layer)
             check_plain(layer.call.module.modules())
             recipe = find_decoder_layer(layer.call, block, layer.inner)
+            _check_all_is_read(layer.call, recipe, layer.inner)
             self._amplify_mlps(layer, block)
             angles = block.angles or find_angles(layer.call)
             unit = self._unit("layer", layer.call, recipe, layer.attention, angles)
@@ -245,6 +246,7 @@ class _Inspector:
         check_plain(block.call.module.modules())
         if block.call.input is None or block.call.input.shape != block.input.shape:
             raise NotRecognizedError("the attention block changes its input before its linears")
+        _check_all_is_read(block.call, block.recipe, layer.inner)
         self._amplify_attention(block)
         return block
 
@@ -257,6 +259,7 @@ class _Inspector:
                 return self._linear(call)
             check_plain(call.module.modules())
             recipe, _ = find_mlp_block(call, calls)
+            _check_all_is_read(call, recipe, calls)
             self._amplify_mlp(call, calls)
             unit = self._unit("mlp", call, recipe)
             self._prove(unit, call)
@@ -401,6 +404,16 @@ class _Inspector:
         self._reasons[reason] += 1
         if isinstance(error, NotProvedError):
             self._worst[reason] = max(error.error, self._worst.get(reason, 0.0))
+
+
+def _check_all_is_read(call: Call, recipe: LayerRecipe, calls: Sequence[Call]) -> None:
+    """A parameter that the recipe leaves out may be without effect only now, such as a factor that is 1."""
+    read = {(id(source.parameters), source.name) for source in recipe.sources.values()}
+    for inner in [call, *(inner for inner in calls if inner.is_within(call))]:
+        parameters = inner.module._parameters
+        for name, parameter in parameters.items():
+            if parameter is not None and (id(parameters), name) not in read:
+                raise NotRecognizedError(f"`{name}` of {type(inner.module).__name__} has no known part in it")
 
 
 @contextlib.contextmanager

@@ -12,22 +12,33 @@ from torch.utils.hooks import RemovableHandle
 from ..modeling.native_step import has_own_forward
 from ..modeling.patterns.plain import any_global_hook, obstacle
 from .native_units import Unit
+from .weights import SeenTensors
 
 _dtype = operator.attrgetter("dtype")
+_is_contiguous = operator.methodcaller("is_contiguous")
 _NUMBERS = (int, float, bool)
 _PLAIN = (*_NUMBERS, type(None))
-_NO_SETTINGS = frozenset({"training", "forward"})
+_CONTAINERS = (list, tuple, set, dict)
+_NO_SETTINGS = frozenset({"training", "forward", *vars(torch.nn.Module())})
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    """Numbers, and functions such as an activation."""
+    """Numbers, strings, functions such as an activation."""
     if name in _NO_SETTINGS:
         return False
-    return type(value) in _NUMBERS or (callable(value) and not name.startswith("_"))
+    return type(value) in (*_NUMBERS, str) or (callable(value) and not name.startswith("_"))
+
+
+def _is_collection(name: str, value: Any) -> bool:
+    """Lists and the like of plain values, such as the names of merged adapters, which are changed in place."""
+    if name in _NO_SETTINGS or type(value) not in _CONTAINERS:
+        return False
+    items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+    return all(type(item) in (*_PLAIN, str) for item in items)
 
 
 class StructureWatch:
-    """What a model consists of at one moment: its modules, their classes and forwards, numbers and functions on them.
+    """What a model consists of at one moment: its modules, their classes and forwards, plain values and functions.
 
     Whatever was recognised was recognised in this; if it changes, the model is to be inspected again.
 
@@ -48,9 +59,13 @@ class StructureWatch:
             if _is_setting(name, value)
         ]
         self._settings += [(vars(config), name) for name, value in vars(config).items() if type(value) in _PLAIN]
+        self._collections = [
+            (vars(m), name) for m in modules for name, value in vars(m).items() if _is_collection(name, value)
+        ]
         self._modules = modules
         self._classes: list[Any] = list({id(cls): cls for cls in map(type, modules)}.values())
         self._seen = self._look()
+        self._seen_collections = [type(collection)(collection) for collection in self._look_at_collections()]
 
     def _look(self) -> list | None:
         try:
@@ -61,16 +76,23 @@ class StructureWatch:
         forwards = [cls.forward for cls in self._classes]
         return [children, settings, forwards, list(map(type, self._modules))]
 
+    def _look_at_collections(self) -> list[Any]:
+        return [values.get(name) for values, name in self._collections]
+
     def is_same(self) -> bool:
         """Returns whether nothing has changed."""
-        return self._look() == self._seen
+        try:
+            return self._look() == self._seen and self._look_at_collections() == self._seen_collections
+        except (RuntimeError, ValueError):  # there are tensors in them now
+            return False
 
 
 class TensorWatch:
     """The weights of recognised modules, which may be others at each step, but of one form each.
 
     Operators read a weight's memory anew at each call, and check its shape; views of a part of a weight are kept, and
-    are worthless once it lies elsewhere.
+    are worthless once it lies elsewhere. What no operator is given (a buffer, an adapter that is merged) must stay what
+    it was when the modules were proved without it.
 
     Args:
         units (`Sequence[Unit]`):
@@ -86,6 +108,15 @@ class TensorWatch:
         ]
         self._viewed = list({(id(s.parameters), s.name): (s.parameters, s.name) for s in sources if s.view}.values())
         inner = {id(module): module for unit in units for module in unit.module.modules()}.values()
+        read = {(id(parameters), name) for parameters, name in self._places}
+        self._unread = [
+            (tensors, name)
+            for m in inner
+            for tensors in (m._parameters, m._buffers)
+            for name in tensors
+            if tensors[name] is not None and (id(tensors), name) not in read
+        ]
+        self._seen_unread = SeenTensors([tensors[name] for tensors, name in self._unread])
         self._absent = [(m._parameters, name) for m in inner for name, p in m._parameters.items() if p is None]
         self.number = 0  # of the weights so far: another object, or other memory under a view, is another weight
         self._ids: list[int] | None = None
@@ -101,12 +132,14 @@ class TensorWatch:
             self.number += 1
             self._classes = list(map(type, tensors))
             self._shapes = [tensor.shape for tensor in tensors]
-        return [self._classes, self._shapes, list(map(_dtype, tensors))]
+        return [self._classes, self._shapes, list(map(_dtype, tensors)), list(map(_is_contiguous, tensors))]
 
     def are_alike(self) -> bool:
-        """Returns whether the weights still have their classes, shapes and dtypes."""
+        """Returns whether the weights still have their classes, shapes, dtypes and layouts, and others their values."""
         try:
-            return self._look() == self._forms and not [1 for ps, name in self._absent if ps[name] is not None]
+            if self._look() != self._forms or [1 for ps, name in self._absent if ps[name] is not None]:
+                return False
+            return not self._unread or self._seen_unread.are_still([tensors[name] for tensors, name in self._unread])
         except (KeyError, AttributeError, RuntimeError):  # one is gone, is None now, or has no memory
             return False
 

@@ -40,7 +40,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-class _Seen:
+class SeenTensors:
     """What some weights were at one moment. Keeps neither them nor their memory.
 
     Args:
@@ -114,9 +114,9 @@ class WeightWatch:
     def __init__(self, model: torch.nn.Module):
         self._model = weakref.ref(model)
         self.key: tuple = ()
-        self._all = _Seen()
-        self._own = _Seen()
-        self._adapters: dict[str, tuple[_Seen, int]] = {}  # with a number that no other state of any weights has
+        self._all = SeenTensors()
+        self._own = SeenTensors()
+        self._adapters: dict[str, tuple[SeenTensors, int]] = {}  # with a number that no other state of any weights has
         self._states: list[tuple] = []
         self._changes = (0, 0)
         self._patches: tuple[list, list] = ([], [])
@@ -176,14 +176,14 @@ class WeightWatch:
         weights = weights_by_adapter(model)
         own = weights.pop(None, [])
         is_written = is_patched or changes[0] != before[0] or not self._own.are_still(own)
-        self._changes, self._states, self._all, self._own = changes, states, _Seen(tensors), _Seen(own)
+        self._changes, self._states, self._all, self._own = changes, states, SeenTensors(tensors), SeenTensors(own)
         self._adapters = {str(name): self._numbered(str(name), tensors) for name, tensors in weights.items()}
         self.key = self._make_key()
         return is_written, is_hooked or changes[1] != before[1]
 
-    def _numbered(self, name: str, tensors: list[torch.Tensor]) -> tuple[_Seen, int]:
+    def _numbered(self, name: str, tensors: list[torch.Tensor]) -> tuple[SeenTensors, int]:
         known = self._adapters.get(name)
-        return known if known and known[0].are_still(tensors) else (_Seen(tensors), next(_epochs))
+        return known if known and known[0].are_still(tensors) else (SeenTensors(tensors), next(_epochs))
 
     def _make_key(self) -> tuple:
         parts = [taking_part(state) for state in self._states]

@@ -13,7 +13,7 @@ import transformers
 from ..auto import AutoPagedModelForCausalLM
 from ..generation.coverage import Way, coverage
 from ..kernels.base import BACKENDS
-from ..kernels.cpu import library
+from ..kernels.cpu import library, threads
 from ..kernels.selection import describe_backends
 from .bench.machine import Bandwidth, MachineInfo, machine_info, measure_bandwidth
 
@@ -29,10 +29,12 @@ def collect_info(model: str | None = None, dtype: str = "auto") -> dict[str, Any
         dtype (`str`, defaults to `"auto"`):
             Dtype of its weights.
     """
+    threads.limit_threads()  # as an engine does
     found: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": dataclasses.asdict(machine_info()),
         "bandwidth": measure_bandwidth().to_dict(),
+        "threads": threads.describe_threads(),
         "native": library.status().to_dict(),
         "bf16_dot_speedup": torch.ops.hf_paged.bf16_dot_speedup() if library.load() else 0.0,
     }
@@ -55,7 +57,7 @@ def describe_info(found: dict[str, Any]) -> str:
     """
     machine, bandwidth = MachineInfo(**found["machine"]), Bandwidth(**found["bandwidth"])
     lines = [", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())]
-    lines += [machine.describe(), f"memory {bandwidth.describe()}", f"torch threads {torch.get_num_threads()}"]
+    lines += [machine.describe(), f"memory {bandwidth.describe()}", f"torch threads {found['threads']}"]
     backends = [f"{name} ({why})" if why else name for name, why in found["backends"].items()]
     lines.append(library.NativeStatus.from_dict(found["native"]).describe())
     if found["bf16_dot_speedup"]:

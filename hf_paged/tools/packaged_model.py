@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import MissingDependencyError
 from ..cache_folder import cache_folder
+from ..errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

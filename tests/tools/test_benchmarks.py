@@ -19,9 +19,10 @@ from hf_paged.tools.demo import run_demo
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    """The probe of 512 MiB is tested elsewhere."""
+    """The probe of 512 MiB and the processes that measure are tested elsewhere."""
     monkeypatch.setattr(session_module.BenchSession, "bandwidth", lambda self: 10e9)
     monkeypatch.setattr("hf_paged.tools.bench.step.NUM_WAITING", 1000)
+    monkeypatch.setattr("hf_paged.tools.bench.memory.measure_served", lambda session: {"other_bytes": None})
 
 
 def options(model: Path, **changes) -> BenchOptions:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_paged.errors import MissingDependencyError
 from hf_paged import cache_folder as cache_folder_module
-from hf_paged.tools import packaged_model
 from hf_paged.cache_folder import cache_folder
+from hf_paged.errors import MissingDependencyError
+from hf_paged.tools import packaged_model
 from hf_paged.tools.packaged_model import packaged_model_path
 
 

@@ -61,7 +61,11 @@ def limit_threads() -> int:
     A thread more than that makes all others wait at the end of every operator. Torch itself counts the affinity mask
     when it is imported, but no quota. The number is never raised, and left alone where `OMP_NUM_THREADS` or
     `MKL_NUM_THREADS` is set.
+
+    Raises:
+        ConfigurationError: If `HF_PAGED_CPU_PIN` is neither 0 nor 1; better now than in the first step.
     """
+    pinning_requested()
     limits, current = thread_limits(), torch.get_num_threads()
     if current <= limits.num_threads:
         return current
@@ -131,6 +135,16 @@ def one_of_each_core(processors: tuple[int, ...], topology: Path = _TOPOLOGY) ->
         core = _read(topology / f"cpu{processor}" / "topology" / "thread_siblings_list") or str(processor)
         ranks[processor] = seen[core] = seen.get(core, -1) + 1
     return tuple(sorted(processors, key=lambda processor: (ranks[processor], processor)))
+
+
+def describe_threads() -> str:
+    """Returns how many threads torch uses, of what, and whether they are to be pinned, for people.
+
+    Raises:
+        ConfigurationError: If `HF_PAGED_CPU_PIN` is neither 0 nor 1.
+    """
+    pinned = ", pinned" if pinning_requested() else ""
+    return f"{torch.get_num_threads()} ({thread_limits().describe()}{pinned})"
 
 
 def usable_processors() -> tuple[int, ...]:

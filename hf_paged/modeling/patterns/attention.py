@@ -16,7 +16,17 @@ import torch
 from ...kernels.cpu.decoder import LayerShape
 from .mlp import linear_sources
 from .norm import Norm, find_norm
-from .observation import AttentionCall, Call, close, first_with, input_of, output_of, same
+from .observation import (
+    AttentionCall,
+    Call,
+    check_telling,
+    close,
+    first_with,
+    input_of,
+    output_of,
+    relative_error,
+    same,
+)
 from .plain import NotRecognizedError, is_plain_linear, is_plain_tensor
 from .recipe import (
     HeadRows,
@@ -90,6 +100,7 @@ def find_attention(attention: AttentionCall, calls: Sequence[Call]) -> Attention
         NotRecognizedError: If it did something else than this pattern says.
     """
     block = attention.parents[-1]
+    check_telling(attention.query, attention.key, attention.value, attention.output)
     inner = [call for call in calls if call.is_within(block)]
     linears = [call for call in inner if is_plain_linear(call.module)]
     last = next(first_with(linears, attention.output, input_of), None)
@@ -98,6 +109,7 @@ def find_attention(attention: AttentionCall, calls: Sequence[Call]) -> Attention
     firsts = [call for call in linears if call is not last]
     if not firsts or not all(same(call.input, firsts[0].input) for call in firsts):
         raise NotRecognizedError("queries, keys and values are not made by linears of one input")
+    check_telling(firsts[0].input, last.output)
     angles = find_angles(block)
     projections, norms, rope = _fitting(firsts, attention, inner, angles)
     sources = linear_sources(last.module, "o") | _sinks(block.module, attention.request.sinks)
@@ -260,9 +272,10 @@ def _rope(
     query: torch.Tensor, key: torch.Tensor, attention: AttentionCall, angles: tuple[torch.Tensor, torch.Tensor] | None
 ) -> _Rope:
     if same(key, attention.key):
-        for factor in _factors(attention.parents[-1].module):
-            if close(query * factor, attention.query):
-                return _Rope(RopeLayout.NONE, query_factor=factor)
+        factors = _factors(attention.parents[-1].module)
+        factor = min(factors, key=lambda factor: relative_error(query * factor, attention.query))
+        if close(query * factor, attention.query):
+            return _Rope(RopeLayout.NONE, query_factor=factor)
     pairs = [(query, attention.query), (key, attention.key)]
     if angles is None:
         raise NotRecognizedError("queries and keys are changed before attention, and no rotary angles are given")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .observation import Call, close, same
+from .observation import Call, check_telling, close, same
 from .plain import NotRecognizedError
 from .recipe import Activation, Rows, TensorSource, View
 from .reference import ACTIVATIONS
@@ -56,6 +56,7 @@ def find_mlp(linears: Sequence[Call], holders: Sequence[torch.nn.Module]) -> MLP
     if not all(same(first.input, firsts[0].input) for first in firsts):
         raise NotRecognizedError("the first linears of the MLP are given different tensors")
     activations = [kind for holder in holders for kind in activations_of(holder)] or _UNMISTAKABLE
+    check_telling(firsts[0].input, down.input, down.output)
     middle = down.input
     for activation in dict.fromkeys(activations):
         for states, sources in _hypotheses(firsts, ACTIVATIONS[activation]):
@@ -129,7 +130,9 @@ def activation_kind(function: Any) -> Activation | None:
         function (`Any`):
             A function or module of one tensor.
     """
-    x = torch.cat([torch.linspace(-9, 9, 361), torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])])  # clamps show
+    kind_of_x: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    outer = torch.tensor([-1e4, -100.0, -20.0, 20.0, 100.0, 1e4], **kind_of_x)  # clamps show
+    x = torch.cat([torch.linspace(-9, 9, 361, **kind_of_x), outer])
     try:
         result = function(x)
     except Exception:

@@ -83,12 +83,14 @@ def find_norm(module: torch.nn.Module, size: int) -> Norm | None:
     """
     if not could_be_norm(module) and not _is_bare(module):
         return None
-    weight, bias = (None if p is None else p.detach().float() for p in map(module._parameters.get, ("weight", "bias")))
+    weight = module._parameters.get("weight")
     if weight is not None and len(weight) != size:
         return None
     x = _numbers(size)
     try:
-        expected = copy.deepcopy(module).float()(x)
+        probe = copy.deepcopy(module).float()
+        weight, bias = _refilled(probe)
+        expected = probe(x)
     except Exception:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
@@ -104,8 +106,17 @@ def find_norm(module: torch.nn.Module, size: int) -> Norm | None:
 def _numbers(size: int) -> torch.Tensor:
     """Rows of several sizes, some so small that the epsilon matters, none of mean zero; no random state is touched."""
     generator = torch.Generator().manual_seed(size)
-    x = torch.randn(5, size, generator=generator) + 0.5
-    return x * torch.tensor([1.0, 30.0, 1e-1, 1e-2, 1e-3])[:, None]
+    x = torch.randn(5, size, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+    return x * torch.tensor([1.0, 30.0, 1e-1, 1e-2, 1e-3], dtype=torch.float32, device="cpu")[:, None]
+
+
+def _refilled(probe: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gives a norm other weights, since some tell nothing (all norms are one where weights are 0); returns them."""
+    for parameter in probe._parameters.values():
+        if parameter is not None:
+            parameter.data = torch.linspace(-1.5, 2.0, len(parameter), dtype=torch.float32, device="cpu")
+    weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
+    return None if weight is None else weight.detach(), None if bias is None else bias.detach()
 
 
 def _candidates(module: Any) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..native_step import Substitute, has_own_forward, substituted
+from .plain import NotRecognizedError
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,6 +188,20 @@ def same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
         and first.dtype == second.dtype
         and torch.equal(first.reshape(-1), second.reshape(-1))
     )
+
+
+def check_telling(*observed: Any) -> None:
+    """Checks that tensors are not all zero, as with weights that will be loaded later: zeros fit every hypothesis.
+
+    Args:
+        observed (`Any`):
+            Tensors.
+
+    Raises:
+        NotRecognizedError: If one is.
+    """
+    if not all(isinstance(tensor, torch.Tensor) and bool(tensor.any()) for tensor in observed):
+        raise NotRecognizedError("what it computes is all zero, which tells nothing")
 
 
 def first_with(

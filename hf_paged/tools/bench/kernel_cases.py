@@ -157,7 +157,9 @@ class KernelCases:
             x = self._normal(rows, weights[0][0].shape[-1])
 
             def call(given: list[torch.Tensor], x: torch.Tensor = x, gated: bool = gated) -> Any:
-                return linear.gated_linear(x, *given, activation) if gated else linear.linears(x, given)
+                if gated:
+                    return linear.gated_linear(x, given[0], given[1], activation)
+                return linear.linears(x, given)
 
             def plain(given: list[torch.Tensor], x: torch.Tensor = x, gated: bool = gated) -> Any:
                 y = [functional.linear(x, weight) for weight in given]

@@ -26,6 +26,7 @@ struct Bf16Dot {
 template <class Step>
 uint64_t cycles(const Step& step) {
   __m512 sums[CHAINS];
+#pragma GCC unroll 12  // or the array, and with it each sum, would lie in memory
   for (int i = 0; i < CHAINS; i++) sums[i] = _mm512_set1_ps((float)i);
   const uint64_t start = __rdtsc();
   for (int round = 0; round < ROUNDS; round++) {
