@@ -46,6 +46,7 @@ from .step import ScheduledRequest, SchedulerOutput
 logger = logging.getLogger(__name__)
 
 _AMPLIFICATION = 64.0
+_NO_SETTINGS = frozenset({"layer_idx", *vars(torch.nn.Module())})
 _TOLERANCE_OF_ALL = {torch.float32: 1e-3}  # of the logits, as at load: a router may choose another expert
 _TOLERANCE_OF_ALL_HALF = 0.2
 
@@ -392,9 +393,9 @@ class _Inspector:
         return again is not None and (close(result, again[0]) or not bool(again[0].isfinite().all()))
 
     def _is_faithful(self, module: torch.nn.Module, try_it: Callable[[], bool]) -> bool:
-        """Tried once for all modules of a class and one set of numbers."""
-        numbers = {name: v for name, v in vars(module).items() if type(v) in (int, float, bool) and name != "layer_idx"}
-        key = (type(module), tuple(sorted(numbers.items())))
+        """Tried once for all modules that consist of the same classes with the same settings, and have no buffers."""
+        buffers = [id(buffer) for buffer in module.buffers() if buffer.is_floating_point()]
+        key = (*buffers, *((type(part), *_settings_of(part)) for part in module.modules()))
         if key not in self._faithful:
             self._faithful[key] = try_it()
         return self._faithful[key]
@@ -414,6 +415,15 @@ def _check_all_is_read(call: Call, recipe: LayerRecipe, calls: Sequence[Call]) -
         for name, parameter in parameters.items():
             if parameter is not None and (id(parameters), name) not in read:
                 raise NotRecognizedError(f"`{name}` of {type(inner.module).__name__} has no known part in it")
+
+
+def _settings_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Plain values by what they are, and others, such as functions, by which object they are."""
+    return [
+        (name, value if type(value) in (int, float, bool, str, type(None)) else id(value))
+        for name, value in vars(module).items()
+        if name not in _NO_SETTINGS
+    ]
 
 
 @contextlib.contextmanager

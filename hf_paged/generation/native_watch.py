@@ -109,7 +109,7 @@ class TensorWatch:
         self._viewed = list({(id(s.parameters), s.name): (s.parameters, s.name) for s in sources if s.view}.values())
         inner = {id(module): module for unit in units for module in unit.module.modules()}.values()
         read = {(id(parameters), name) for parameters, name in self._places}
-        self._unread = [
+        self._unread: list[tuple[dict[str, Any], str]] = [
             (tensors, name)
             for m in inner
             for tensors in (m._parameters, m._buffers)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
-import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_paged import SamplingParams
 from tests.families import tiny_model
 from tests.generation.loop_outputs import PROMPT, ROWS, TWO, both, check_same, in_the_loop, padded
-from tests.paged_models import assert_idle, paged
+from tests.paged_models import assert_idle, broken_forward, paged
 
 ENDS = list(range(20, 60))  # so many end tokens that beams do end
 OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -126,51 +127,61 @@ def blocks_that_just_suffice(rows: list[list[int]], num_beams: int, max_new_toke
     return total
 
 
-class Rival(threading.Thread):
-    """Asks for one long answer after the other, of all sizes, as long as it is let."""
+class Rival:
+    """A long answer beside the beams, by steps of the same thread, so that who has which block when is no accident.
 
-    def __init__(self, model, num_blocks: int, block_size: int):
-        super().__init__(daemon=True)
-        self.model, self.longest = model, num_blocks * block_size
-        self.answers: list[tuple[list[int], torch.Tensor]] = []
-        self.stop = threading.Event()
+    Args:
+        model (`PreTrainedModel`):
+            The paged model.
+        prompt (`list[int]`):
+            A prompt.
+        num_tokens (`int`):
+            The answer's length.
+    """
 
-    def run(self):
-        while not self.stop.is_set():
-            count = len(self.answers)
-            prompt = [(count * 7 + i) % 198 + 1 for i in range(3 + count * 5 % 17)]
-            new = self.longest - len(prompt) - 1  # in the end it needs the whole pool
-            self.answers.append((prompt, self.model.generate(torch.tensor([prompt]), max_new_tokens=new)))
+    def __init__(self, model, prompt: list[int], num_tokens: int):
+        self.engine, self.prompt = model.engine, prompt
+        self.params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        self.state = None
+
+    def come(self):
+        self.state = self.engine.add_request(self.prompt, self.params)
+
+    def answer(self) -> list[int]:
+        self.engine.wait(self.state)
+        return self.state.output().outputs[0].token_ids
 
 
+@pytest.mark.parametrize("first", ["rival", "beams"])
 @pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, True), (4, False)])
-def test_rows_that_lose_their_blocks_equal_stock(stock, caching, block_size):
-    """The pool just holds the beams; others come in between, and either may be computed anew."""
+def test_rows_that_lose_their_blocks_equal_stock(stock, caching, block_size, first):
+    """The pool just holds the beams; another request holds most of it, or comes in between; either is computed anew."""
     rows, new = [ROWS[0], ROWS[1]], 14
     if caching:
         num_blocks = blocks_that_just_suffice(rows, 3, new, block_size)
     else:
         num_blocks = sum(3 * (-(-(len(row) + new) // block_size) + 1) for row in rows)
     model = paged(block_size=block_size, num_blocks=num_blocks, max_num_seqs=7, enable_prefix_caching=caching)
+    length = num_blocks * block_size - 1  # in the end the rival needs the whole pool
+    prompt = [i * 7 % 198 + 1 for i in range(length * 3 // 4)]
+    rival = Rival(model, prompt, length - len(prompt))
     expected = stock.generate(**padded(rows), num_beams=3, max_new_tokens=new, **OUTPUTS)
-    rival = Rival(model, num_blocks, block_size)
-    rival.start()
-    try:
-        deadline = time.monotonic() + 60
-        for _ in range(12):
-            ours = model.generate(**padded(rows), num_beams=3, max_new_tokens=new, **OUTPUTS)
-            assert torch.equal(ours.sequences, expected.sequences)
-            torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
-            if model.engine.stats().num_preemptions > 3 or time.monotonic() > deadline:
-                break
-    finally:
-        rival.stop.set()
-        rival.join(30)
-    assert model.engine.stats().num_preemptions > 0 and not rival.is_alive()
+
+    def meanwhile(compute, kwargs):
+        rival.come()
+        return compute()
+
+    if first == "rival":
+        rival.come()
+        model.engine.step()
+    with contextlib.nullcontext() if first == "rival" else broken_forward(model, meanwhile):
+        ours = model.generate(**padded(rows), num_beams=3, max_new_tokens=new, **OUTPUTS)
+    assert torch.equal(ours.sequences, expected.sequences)
+    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
+    [answer] = stock.generate(torch.tensor([prompt]), max_new_tokens=length - len(prompt))
+    assert rival.answer() == answer[len(prompt) :].tolist()
+    assert model.engine.stats().num_preemptions > 0
     assert model.engine.stats().peak_running > 1
-    for prompt, answer in rival.answers[:3]:
-        new_tokens = answer.shape[1] - len(prompt)
-        assert torch.equal(answer, stock.generate(torch.tensor([prompt]), max_new_tokens=new_tokens))
     assert_idle(model.engine)
 
 

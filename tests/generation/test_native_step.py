@@ -11,7 +11,10 @@ import dataclasses
 import io
 import logging
 import pickle
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import peft
 import pytest
@@ -215,6 +218,64 @@ def test_adapters_come_and_go(counted):
     assert answers(merged) != own
 
 
+def adapted(**settings):
+    """A model whose adapter is no adapter to it: nothing of it takes part."""
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], layers_to_transform=[1])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    return model, [module for module in model.modules() if isinstance(module, peft.tuners.lora.Linear)]
+
+
+def test_an_adapter_that_was_merged_at_load_counts_once_it_is_taken_out(counted):
+    with_adapter, _ = adapted()
+    with_adapter.merge_adapter()
+    AutoPagedModelForCausalLM.from_model(with_adapter.get_base_model())
+    assert computed(with_adapter, counted) == 2
+    with_adapter.unmerge_adapter()
+    assert computed(with_adapter, counted) == 1 + 1
+
+
+def test_an_adapter_that_was_not_active_at_load_counts_once_it_is(counted):
+    with_adapter, layers = adapted()
+    for layer in layers:
+        layer.set_adapter([])
+    AutoPagedModelForCausalLM.from_model(with_adapter.get_base_model())
+    assert computed(with_adapter, counted) == 2
+    for layer in layers:
+        layer.set_adapter("default")
+    assert computed(with_adapter, counted) == 1 + 1
+
+
+def test_weights_that_are_laid_out_otherwise_are_left_to_torch(counted):
+    model = paged()
+    answers(model)
+    for weight in (model.model.layers[0].mlp.down_proj.weight, model.lm_head.weight):
+        weight.data = weight.data.t().contiguous().t()
+    assert computed(model, counted) == 1 + 1
+
+
+class Faded(torch.nn.Module):
+    """An MLP times a buffer that is one."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("share", torch.ones(()))
+
+    def forward(self, x):
+        return self.mlp(x) * self.share
+
+
+def test_a_buffer_without_effect_counts_once_it_has_one(counted):
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = mlp = Faded(model.model.layers[1].mlp).eval()
+    model = AutoPagedModelForCausalLM.from_model(model)
+    assert computed(model, counted) == 2
+    mlp.share.fill_(-3)
+    model.engine.weights_changed()
+    assert computed(model, counted) == 1 + 2  # attention and the MLP inside
+
+
 def test_hooks_count_as_long_as_they_are_there(counted):
     model = paged()
     own = answers(model)
@@ -413,3 +474,16 @@ def test_what_somebody_sets_meanwhile_stays():
     with substituted([Substitute(linear, lambda module, args, kwargs: "native")]):
         linear.forward = lambda x: "theirs"
     assert linear(torch.ones(1, 2)) == "theirs"
+
+
+def test_a_process_ends_quietly_with_models_in_use():
+    lines = [
+        "import torch, tests.paged_models as models",
+        "kept = [models.paged(family) for family in ('llama', 'mixtral')]",
+        "answers = [model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2) for model in kept]",
+        "torch.kept = kept",  # so that they outlive the modules of the package
+    ]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=root, capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert "Exception ignored" not in ended.stderr and "Traceback" not in ended.stderr

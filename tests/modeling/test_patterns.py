@@ -157,6 +157,23 @@ def test_a_layer_with_a_trap_is_not_recognised(kind):
     assert any(reason.startswith("layer (LlamaDecoderLayer)") for reason in inspection.reasons)
 
 
+class Clamp(torch.nn.Module):
+    def __init__(self, limit: float):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        return x.clamp(-self.limit, self.limit)
+
+
+@pytest.mark.parametrize("kind", ["functions", "modules"])
+def test_a_trap_in_one_layer_is_found_behind_another_layer_of_its_class_that_has_none(kind):
+    model = tiny_model("llama")
+    for layer, limit in zip(model.model.layers, (1e9, 500.0), strict=True):
+        layer.mlp = Spy(layer.mlp, Clamp(limit) if kind == "modules" else Clamp(limit).forward).eval()
+    assert inspected(model).describe().startswith("1 of 2 layers")
+
+
 def test_clamped_projections_are_noticed_though_small_inputs_do_not_reach_the_clamp():
     free, clamped = (tiny_model("olmoe", clip_qkv=clip) for clip in (None, 100.0))
     assert "2 attentions" in inspected(free).describe()
@@ -189,6 +206,71 @@ class OddNorm(torch.nn.Module):
 
     def forward(self, x):
         return self.compute(x, self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_process_does_not_matter(dtype):
+    model = tiny_model("gpt_neox")
+    torch.set_default_dtype(dtype)
+    try:
+        assert inspected(model).describe() == WHOLE
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_norm_without_effect_is_told_apart_all_the_same(name):
+    norm = torch.nn.LayerNorm(32)
+    torch.nn.init.zeros_(norm.get_parameter(name))
+    assert find_norm(norm, 32).kind == NormKind.LAYER
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("llama", "q_proj"),
+        ("glm", ""),
+        ("gpt_neox", "query_key_value"),
+        ("phi3", "o_proj"),
+        ("gemma2", "down_proj"),
+        ("llama", "up_proj"),
+    ],
+)
+def test_weights_that_are_zero_tell_nothing(family, part):
+    """Any layout of rotary embeddings, any activation, any multiplier fit zeros; other weights are loaded later."""
+    model = tiny_model(family)
+    for name, parameter in model.named_parameters():
+        if part in name:
+            torch.nn.init.zeros_(parameter)
+    inspection = inspected(model)
+    assert not any(unit.kind == "layer" for unit in inspection.units)
+    assert any("zero" in reason for reason in inspection.reasons)
+
+
+def test_a_multiplier_near_one_is_found_in_half_precision():
+    config = transformers.GraniteConfig(**_COMMON, residual_multiplier=0.98, attention_multiplier=0.3)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    assert shape_of(inspected(model)).residual_multiplier == 0.98
+
+
+class Scaled(torch.nn.Module):
+    """An MLP times a parameter that is one."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.gamma = mlp, torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return self.mlp(x) * self.gamma
+
+
+def test_a_parameter_without_effect_may_get_one():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    inspection = inspected(model)
+    assert inspection.describe().startswith("1 of 2 layers")
+    assert any("`gamma`" in reason for reason in inspection.reasons)
 
 
 def test_norms_are_told_apart_by_what_they_compute():

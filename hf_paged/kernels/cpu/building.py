@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -41,6 +42,8 @@ _FLAGS_OF_SUFFIX = {
 _FALLBACK_COMPILERS = ("c++", "g++", "clang++")
 _FILE_TIMEOUT = 900.0  # seconds for one file, on a machine that swaps
 _ERROR_LINES = 6
+_ERROR = "error|undefined reference|No space left"
+_NEEDED_SPACE = 16 * 2**20  # bytes; all objects and the library take less
 
 
 class BuildError(HfPagedError, RuntimeError):
@@ -98,7 +101,10 @@ def find_compiler() -> Compiler:
     Raises:
         BuildError: If there is none.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX={os.environ['CXX']!r} is no command: {error}") from error
     for words in [named] if named else [[name] for name in _FALLBACK_COMPILERS]:
         if shutil.which(words[0]):
             return Compiler(tuple(words), _identity(words))
@@ -158,8 +164,18 @@ def compile_library(output: Path, compiler: Compiler, torch: Torch, sources: Pat
 
     Raises:
         BuildError: If the compiler fails; with its first errors.
-        OSError: If the folder cannot be written.
+        OSError: If the folder cannot be written, or is full.
     """
+    try:
+        _compile(output, compiler, torch, sources)
+    except BuildError as error:
+        free = shutil.disk_usage(output.parent).free
+        if free < _NEEDED_SPACE:
+            raise OSError(errno.ENOSPC, f"only {free / 2**20:.1f} MiB are free: {error}") from error
+        raise
+
+
+def _compile(output: Path, compiler: Compiler, torch: Torch, sources: Path) -> None:
     files = sorted(sources.glob("*.cpp"), key=lambda path: (_level(path), path.name))
     with tempfile.TemporaryDirectory(prefix="build-", dir=output.parent) as name:
         work = Path(name)
@@ -174,6 +190,8 @@ def compile_library(output: Path, compiler: Compiler, torch: Torch, sources: Pat
         objects = [str(work / f"{path.stem}.o") for path in files]
         libraries = [f"-L{torch.folder / 'lib'}", "-ltorch_cpu"]
         _run([*compiler.command, "-shared", "-Wl,--no-undefined", *objects, "-o", str(library), *libraries], sources)
+        if not library.exists():
+            raise BuildError(f"{compiler.command[0]} ended without an error, but made no library")
         _flush(library)
         os.replace(library, output)
 
@@ -241,8 +259,8 @@ def _run(command: list[str], folder: Path) -> None:
 
 def _errors_of(text: str) -> str:
     """The lines that say what is wrong: the first that name an error, else the last ones."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search("error|undefined reference", line, re.IGNORECASE)][:_ERROR_LINES]
+    lines = ["".join(filter(str.isprintable, line)) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(_ERROR, line, re.IGNORECASE)][:_ERROR_LINES]
     chosen = errors or lines[-_ERROR_LINES:]
     return "".join(f"\n    {line[:300]}" for line in chosen) if chosen else ", without a word"
 

@@ -83,7 +83,7 @@ def read_entry(folder: Path) -> Entry | None:
         manifest = json.loads((folder / _MANIFEST_NAME).read_text(encoding="utf-8"))
         entry = Entry(path, str(manifest["sha256"]), str(manifest["sources"]))
         return entry if _sha256(path) == entry.sha256 else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -98,12 +98,13 @@ def find_entry(build_key: str, compiler_key: str | None) -> Entry | None:
     """
     pattern = f"{build_key}-{compiler_key or '*'}"
     for folder in _folders():
-        if folder.name == _temporary_name() and not _is_ours(folder):
+        if _forbids_programs(folder) or (folder.name == _temporary_name() and not _is_ours(folder)):
             continue
-        for place in sorted(folder.glob(pattern)):
-            entry = read_entry(place)
-            if entry is not None:
-                return entry
+        with contextlib.suppress(OSError):  # such as a name that is too long
+            entries = (read_entry(place) for place in sorted(folder.glob(pattern)))
+            found = next((entry for entry in entries if entry is not None), None)
+            if found is not None:
+                return found
     return None
 
 
@@ -191,11 +192,21 @@ def _temporary_name() -> str:
 def _make(folder: Path) -> None:
     if folder.name != _temporary_name():
         folder.mkdir(parents=True, exist_ok=True)
-        return
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if not _is_ours(folder):
-        raise OSError("belongs to somebody else, or others can write to it")
+    else:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_ours(folder):
+            raise OSError("belongs to somebody else, or others can write to it")
+    if _forbids_programs(folder):
+        raise OSError("lies on a file system that runs no programs (noexec)")
+
+
+def _forbids_programs(folder: Path) -> bool:
+    """Nor does such a file system map libraries: one that is built there would be built again by every process."""
+    try:
+        return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
+    except OSError:
+        return False
 
 
 def _is_ours(folder: Path) -> bool:

@@ -83,8 +83,8 @@ def find_norm(module: torch.nn.Module, size: int) -> Norm | None:
     """
     if not could_be_norm(module) and not _is_bare(module):
         return None
-    weight = module._parameters.get("weight")
-    if weight is not None and len(weight) != size:
+    own = module._parameters.get("weight")
+    if own is not None and len(own) != size:
         return None
     x = _numbers(size)
     try:

@@ -146,6 +146,20 @@ class _Messages(logging.Handler):
         self.kept.append((record.levelname, record.getMessage()))
 
 
+def _patch_cache(module: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """Changes what a function says about places in the cache folder."""
+    ask = getattr(module, name)
+
+    def answer(path: Path) -> Any:
+        return change(ask(path)) if str(path).startswith(os.environ["HF_PAGED_CACHE"]) else ask(path)
+
+    return mock.patch.object(module, name, answer)
+
+
+def _without_programs(found: os.statvfs_result) -> os.statvfs_result:
+    return os.statvfs_result((*found[:8], found.f_flag | os.ST_NOEXEC, *found[9:]))
+
+
 PATCHES = {
     "old torch": lambda: mock.patch.object(torch, "__version__", "2.9.1+cpu"),
     "no AVX2": lambda: mock.patch.object(isa, "_cpu_flags", lambda: {"sse2", "avx"}),
@@ -155,6 +169,8 @@ PATCHES = {
     "macOS": lambda: mock.patch.object(isa.sys, "platform", "darwin"),
     "no programs": lambda: mock.patch.dict(os.environ, {"PATH": ""}),
     "packaged": lambda: mock.patch.object(library, "_PACKAGED", Path(os.environ["HF_PAGED_CACHE"]).parent / "package"),
+    "full cache": lambda: _patch_cache(shutil, "disk_usage", lambda found: found._replace(free=0)),
+    "cache of no programs": lambda: _patch_cache(os, "statvfs", _without_programs),
     "no home": lambda: mock.patch("pathlib.Path.home", side_effect=RuntimeError("Could not determine home directory.")),
 }
 

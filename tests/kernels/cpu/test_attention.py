@@ -285,3 +285,39 @@ def test_compiles_without_graph_breaks():
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(call.query), layer(call.query))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("lengths", [[(1, 200), (1, 33)], [(1, 90), (30, 70)]], ids=["few rows", "many rows"])
+def test_a_nan_is_seen_by_whoever_sees_its_key_and_by_nobody_else(lengths, softcap):
+    for dtype in TOLERANCE:
+        call = make_call(lengths, 4, 2, 32, dtype=dtype)
+        metadata = call.metadata
+        position, (last_query_len, last_len) = 50, lengths[-1]
+        block = metadata.block_tables[0, position // metadata.block_size]
+        call.key_cache[block, 0, position % metadata.block_size, 3] = math.nan  # of the heads 0 and 1
+        call.query[-1, 3] = math.nan
+        output, lse = attend(call, softcap=softcap)
+        lost = torch.zeros(output.shape[:2], dtype=torch.bool)
+        lost[0, :2] = lost[-1, 3] = True
+        assert last_len - last_query_len < last_len and len(lost) == 1 + last_query_len
+        assert torch.equal(output.isnan().all(dim=-1), lost) and torch.equal(output.isnan().any(dim=-1), lost)
+        assert torch.equal(lse.isnan(), lost)
+
+
+def test_tables_may_be_views():
+    call = make_call(MIXED, dtype=torch.float32)
+    expected, _ = attend(call)
+    tables = call.metadata.block_tables
+    wide = torch.full((len(tables), tables.shape[1] + 3), -1, dtype=torch.int32)
+    wide[:, 2:-1] = tables
+    metadata = dataclasses.replace(call.metadata, block_tables=wide[:, 2:-1], prepared={})
+    assert torch.equal(attend(dataclasses.replace(call, metadata=metadata))[0], expected)
+
+    call = make_call([(1, 40)] * 3, dtype=torch.float32)
+    row = call.metadata.block_tables[:1]
+    results = []
+    for tables in (row.repeat(3, 1), row.expand(3, -1)):
+        metadata = dataclasses.replace(call.metadata, block_tables=tables, prepared={})
+        results.append(attend(dataclasses.replace(call, metadata=metadata))[0])
+    assert torch.equal(*results)

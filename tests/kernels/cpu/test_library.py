@@ -135,7 +135,7 @@ def test_a_damaged_library_is_noticed_and_built_again(damage: Callable[[Path], N
     assert (after.status.source, place.num_builds) == ("cache", 2)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"sha256": "0"}', '{"sha256": "0", "sources": "0"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"sha256": "0"}', '{"sha256": "0", "sources": "0"}'])
 def test_a_damaged_manifest_is_noticed_and_the_library_built_again(text: str, place: Place):
     path = place.load().status.path
     path.with_suffix(".json").write_text(text)
@@ -200,6 +200,8 @@ def test_a_library_in_the_package_that_does_not_fit_is_told_and_one_built(what: 
     [
         ("/bin/false", (), "/bin/false failed (exit code 1), without a word"),
         ("/nowhere/c++", (), "CXX names '/nowhere/c++', which is no program"),
+        ('c++ "-O2', (), "CXX='c++ \"-O2' is no command: No closing quotation"),
+        ("/bin/true", (), "/bin/true ended without an error, but made no library"),
         ("", ("no programs",), "there is no C++ compiler (none of c++, g++, clang++; CXX may name another)"),
     ],
 )
@@ -238,6 +240,27 @@ def test_a_home_that_cannot_be_written_sends_the_library_to_a_folder_of_ones_own
     assert (first.status.source, second.status.source) == ("built", "cache")
     assert place.temporary in first.status.path.parents and place.num_builds == 1
     assert only_owner_writes(place.temporary / f"hf_paged-native-{os.getuid()}")
+
+
+def test_a_cache_folder_whose_name_is_too_long_sends_the_library_to_a_folder_of_ones_own(place: Place):
+    assert place.temporary in place.load(HF_PAGED_CACHE=str(place.folder / ("long" * 100))).status.path.parents
+
+
+def test_a_cache_folder_that_runs_no_programs_sends_the_library_to_a_folder_of_ones_own(place: Place):
+    for source in ("built", "cache"):
+        status = place.load(patches=["cache of no programs"]).status
+        assert status.source == source and place.temporary in status.path.parents
+    assert place.num_builds == 1 and not list(place.cache.rglob("*.so"))
+
+
+def test_a_full_disk_sends_the_library_to_a_folder_of_ones_own(place: Place):
+    program = place.folder / "c++"
+    full = f'case "$*" in *{place.cache}*) echo "final link failed: No space left on device"; exit 1;; esac'
+    program.write_text(place.compiler.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{full}\n"))
+    program.chmod(0o755)
+    loaded = place.load(patches=["full cache"], CXX=str(program))
+    assert loaded.status.source == "built" and place.temporary in loaded.status.path.parents
+    assert "No space left on device" in place.load(CXX=str(program), TMPDIR="").status.reason
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="nothing is read-only to root")

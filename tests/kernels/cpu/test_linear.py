@@ -135,3 +135,11 @@ def test_the_operator_compiles_into_a_full_graph():
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), both(x))
+
+
+def test_sums_of_nothing_are_zero(level: str):
+    bias = torch.randn(35)
+    for tokens in (1, 5, 40):
+        native.linears(torch.ones(tokens, 64), [torch.ones(35, 64)])  # leaves sums in the memory that calls share
+        result = native.linears(torch.ones(tokens, 0), [torch.ones(35, 0)], [bias])
+        assert torch.equal(result, bias.expand(tokens, -1))

@@ -20,8 +20,8 @@ struct AttentionArgs {
   const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim], contiguous
   DType cache_dtype;
   int64_t num_blocks;
-  const int32_t* block_tables;  // [num_requests, block_tables_stride]
-  int64_t block_tables_stride;
+  const int32_t* block_tables;  // [num_requests, max_blocks]
+  int64_t block_tables_stride, max_blocks;
   const int32_t* cu_seqlens_q;  // [num_requests + 1]
   const int32_t* seq_lens;      // [num_requests], the call's tokens included
   int64_t num_requests, num_query_heads, num_kv_heads, key_dim, value_dim, block_size;
@@ -70,7 +70,7 @@ extern const AttentionKernels attention_avx2, attention_avx512, attention_avx512
 // The table for this machine and a cache of the given type.
 inline const AttentionKernels& attention_kernels(DType cache_dtype) {
   const Isa isa = current_isa();
-  if (isa == Isa::avx2) return attention_avx2;
+  if (isa < Isa::avx512) return attention_avx2;
   if (cache_dtype != DType::bf16) return attention_avx512;
   if (isa == Isa::amx) return attention_amx;
   return prefers_bf16_dot() ? attention_avx512bf16 : attention_avx512;

@@ -33,9 +33,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void check_blocks(const AttentionArgs& args, const Request& request, int64_t index) {
   const int64_t end = ceil_div(request.seq_len, args.block_size);
-  STD_TORCH_CHECK(end <= args.block_tables_stride, "hf_paged::paged_attention: request ", index, " has ",
-                  request.seq_len, " tokens, but its row of block_tables names only ", args.block_tables_stride,
-                  " blocks of ", args.block_size);
+  STD_TORCH_CHECK(end <= args.max_blocks, "hf_paged::paged_attention: request ", index, " has ", request.seq_len,
+                  " tokens, but its row of block_tables names only ", args.max_blocks, " blocks of ", args.block_size);
   const int64_t first_position = request.seq_len - request.query_len;
   const int64_t first = args.window > 0 ? std::max<int64_t>(0, first_position - args.window + 1) / args.block_size : 0;
   int32_t low = 0, high = 0;
@@ -48,11 +47,14 @@ void check_blocks(const AttentionArgs& args, const Request& request, int64_t ind
 }
 
 std::vector<Request> checked_requests(const AttentionArgs& args) {
+  STD_TORCH_CHECK(args.cu_seqlens_q[0] == 0, "hf_paged::paged_attention: cu_seqlens_q begins with ",
+                  args.cu_seqlens_q[0], ", not with 0");
   std::vector<Request> requests(args.num_requests);
   for (int64_t i = 0; i < args.num_requests; i++) {
     Request& request = requests[i];
-    const int64_t first_token = args.cu_seqlens_q[i], query_len = args.cu_seqlens_q[i + 1] - first_token;
-    STD_TORCH_CHECK(query_len >= 0 && args.cu_seqlens_q[0] == 0 && args.seq_lens[i] >= query_len,
+    const int64_t first_token = args.cu_seqlens_q[i];
+    const int64_t query_len = (int64_t)args.cu_seqlens_q[i + 1] - first_token;
+    STD_TORCH_CHECK(query_len >= 0 && args.seq_lens[i] >= query_len,
                     "hf_paged::paged_attention: request ", i, " has ", query_len, " new tokens by cu_seqlens_q, and ",
                     args.seq_lens[i], " in all by seq_lens");
     request = {first_token, query_len, args.seq_lens[i], 0, args.block_tables + i * args.block_tables_stride};
@@ -147,7 +149,12 @@ void add_own_tiles(const AttentionArgs& args, const std::vector<Request>& reques
   }
 }
 
-// Cuts long ranges of keys, so that there are about WANTED_PIECES pieces of equal cost.
+// Keys of each piece of a tile but the last.
+int64_t keys_of_piece(int64_t keys, int64_t splits) {
+  return ceil_div(ceil_div(keys, splits), KEY_UNIT) * KEY_UNIT;
+}
+
+// Cuts long ranges of keys, so that there are about WANTED_PIECES pieces of equal cost, none of them empty.
 void choose_splits(const AttentionArgs& args, std::vector<Tile>& tiles) {
   const int64_t group = group_of(args);
   int64_t total = 0;
@@ -155,7 +162,7 @@ void choose_splits(const AttentionArgs& args, std::vector<Tile>& tiles) {
   for (Tile& tile : tiles) {
     const int64_t keys = tile.end_key - tile.first_key, rows = 16 + tile.num_tokens * group;
     const int64_t wanted = std::max(LEAST_KEYS, total / WANTED_PIECES / rows);
-    tile.splits = std::max<int64_t>(1, (keys + wanted / 2) / wanted);
+    tile.splits = ceil_div(keys, keys_of_piece(keys, std::max<int64_t>(1, (keys + wanted / 2) / wanted)));
   }
 }
 
@@ -179,10 +186,9 @@ std::vector<int32_t> number_parts(const std::vector<Tile>& tiles, AttentionPlan&
 
 void add_pieces(const AttentionArgs& args, const Tile& tile, int64_t first_part, AttentionPlan& plan) {
   const int64_t group = group_of(args), keys = tile.end_key - tile.first_key;
-  const int64_t step = ceil_div(ceil_div(keys, tile.splits), KEY_UNIT) * KEY_UNIT;
+  const int64_t step = keys_of_piece(keys, tile.splits);
   for (int64_t split = 0; split < tile.splits; split++) {
-    const int64_t first_key = std::min(tile.first_key + split * step, tile.end_key);
-    const int64_t end_key = split + 1 == tile.splits ? tile.end_key : std::min(first_key + step, tile.end_key);
+    const int64_t first_key = tile.first_key + split * step, end_key = std::min(first_key + step, tile.end_key);
     for (int64_t kv_head = 0; kv_head < args.num_kv_heads; kv_head++)
       for (int64_t head = 0; head < group; head += MANY_ROWS)
         plan.pieces.push_back({tile.first_token, (int32_t)tile.request, (int32_t)tile.num_tokens,

@@ -58,9 +58,9 @@ INLINE Vec lane_numbers() {
   return load(numbers);
 }
 
-// tanh, relative error 4e-7.
+// tanh, relative error 4e-7; a NaN stays one.
 INLINE Vec tanh(Vec x) {
-  const Vec bounded = max(min(x, set(10.f)), set(-10.f)), square = mul(bounded, bounded);
+  const Vec bounded = max(set(-10.f), min(set(10.f), x)), square = mul(bounded, bounded);
   const Vec power = exp2(mul(bounded, set(2 * LOG2_E)));
   const Vec large = sub(set(1.f), div(set(2.f), add(power, set(1.f))));
   Vec small = set(0.021869488f);  // Taylor, up to x ** 9
@@ -200,7 +200,7 @@ INLINE void finish(const AttentionArgs& args, int64_t token, int64_t head, RowSt
     factor = exp2f(state.highest - top);
     state = {top, state.weights * factor + exp2f(sink - top)};
   }
-  factor = state.weights > 0 ? factor / state.weights : 0;
+  factor = state.weights == 0 ? 0 : factor / state.weights;
   const int64_t at = token * args.output_stride + head * args.value_dim;
   with_type(args.output_dtype, [&](auto number) {
     write_output((decltype(number)*)args.output + at, sums, args.value_dim, factor);
@@ -208,7 +208,7 @@ INLINE void finish(const AttentionArgs& args, int64_t token, int64_t head, RowSt
   if (args.lse) {
     const float none = -__builtin_inff();
     args.lse[token * args.num_query_heads + head] =
-        state.weights > 0 ? (state.highest + log2f(state.weights)) * LN_2 : none;
+        state.weights == 0 ? none : (state.highest + log2f(state.weights)) * LN_2;
   }
 }
 

@@ -23,12 +23,12 @@ void parallel_tokens(int64_t num_tokens, const Work& work) {
   });
 }
 
-// The activations of a call: memory that the calling thread keeps.
+// The activations of a call: memory that the calling thread keeps, on cache lines that nothing else is on.
 class Buffers {
  public:
   float* get(int index, int64_t size) {
-    if ((int64_t)kept_[index].size() < size) kept_[index].resize(size);
-    return kept_[index].data();
+    if ((int64_t)kept_[index].size() < size + 16) kept_[index].resize(size + 16);
+    return (float*)(((uintptr_t)kept_[index].data() + 63) & ~(uintptr_t)63);
   }
 
  private:
@@ -69,17 +69,20 @@ class Stack {
   }
 
   void run_layer(const DecoderLayer& layer) {
+    // What the next linear would round to bf16 anyway is handed over as such: half as much to move between cores.
+    inner = linear_kernels(layer.weight_dtype).pairs ? DType::bf16 : DType::f32;
     float* h = buffers->get(0, c.num_tokens * c.hidden_size);
+    const Rows normed{h, c.hidden_size, inner}, plain{x, c.hidden_size, DType::f32};
     const bool sequential = layer.flow == ResidualFlow::sequential;
     if (layer.has_attention) {
-      norm(layer, layer.norm1, x, h);
-      LinearArgs o = attention(layer, rows(layer.norm1.present ? h : x));
+      norm(layer, layer.norm1, x, h, inner);
+      LinearArgs o = attention(layer, layer.norm1.present ? normed : plain);
       if (!sequential && layer.has_mlp) {  // the MLP must still see x as it was
         float* sum = buffers->get(4, c.num_tokens * c.hidden_size);
         into(o, sum, x, layer.residual_multiplier);
         linear(o);
-        if (layer.flow == ResidualFlow::parallel_two_norms) norm(layer, layer.norm2, x, h);
-        LinearArgs down = mlp(layer, rows(layer.norm1.present || layer.norm2.present ? h : x));
+        if (layer.flow == ResidualFlow::parallel_two_norms) norm(layer, layer.norm2, x, h, inner);
+        LinearArgs down = mlp(layer, layer.norm1.present || layer.norm2.present ? normed : plain);
         into(down, x, sum, layer.residual_multiplier);
         linear(down);
         return;
@@ -87,12 +90,10 @@ class Stack {
       add(layer, o, layer.post_attention_norm);
     }
     if (layer.has_mlp) {
-      norm(layer, layer.norm2, x, h);
-      add(layer, mlp(layer, rows(layer.norm2.present ? h : x)), layer.post_mlp_norm);
+      norm(layer, layer.norm2, x, h, inner);
+      add(layer, mlp(layer, layer.norm2.present ? normed : plain), layer.post_mlp_norm);
     }
   }
-
-  Rows rows(const float* data) const { return {data, c.hidden_size, DType::f32}; }
 
   static void into(LinearArgs& a, float* y, const float* residual, float scale) {
     int64_t size = 0;
@@ -114,18 +115,19 @@ class Stack {
     float* y = buffers->get(0, c.num_tokens * c.hidden_size);
     into(last, y, nullptr, 1);
     linear(last);
-    norm(layer, post, y, y);
+    norm(layer, post, y, y, DType::f32);
     const int64_t size = c.hidden_size;
     parallel_tokens(c.num_tokens, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * size; i < end * size; i++) x[i] += layer.residual_multiplier * y[i];
     });
   }
 
-  void norm(const DecoderLayer& layer, const NormWeights& weights, const float* from, float* to) {
+  void norm(const DecoderLayer& layer, const NormWeights& weights, const float* from, void* to, DType dtype) {
     if (!weights.present) return;
     NormArgs a;
     a.x = from;
     a.y = to;
+    a.y_dtype = dtype;
     a.x_outer_stride = a.y_outer_stride = a.size = c.hidden_size;
     a.x_stride = a.y_stride = c.hidden_size;
     set_weights(a, weights, layer.norm_eps, layer.norm_offset);
@@ -170,7 +172,7 @@ class Stack {
     a.query_dtype = DType::f32;
     a.output = out;
     a.output_stride = out_size;
-    a.output_dtype = DType::f32;
+    a.output_dtype = a.cache_dtype == inner ? inner : DType::f32;
     a.lse = nullptr;
     a.key_cache = layer.key_cache;
     a.value_cache = layer.value_cache;
@@ -185,7 +187,7 @@ class Stack {
     a.alibi_slopes = layer.alibi_slopes;
     attend(a, plan_of(a));
 
-    LinearArgs o = reading(layer, {out, out_size, DType::f32}, out_size);
+    LinearArgs o = reading(layer, {out, out_size, a.output_dtype}, out_size);
     o.parts[0] = layer.o;
     return o;
   }
@@ -248,17 +250,18 @@ class Stack {
   // As `attention`: everything up to the last linear.
   LinearArgs mlp(const DecoderLayer& layer, Rows in) {
     const int64_t size = layer.up.num_rows;
-    float* inner = buffers->get(3, c.num_tokens * size);
+    float* between = buffers->get(3, c.num_tokens * size);
     LinearArgs first = reading(layer, in, c.hidden_size);
     first.gated = layer.gated;
     first.activation = layer.activation;
     first.parts[0] = layer.gated ? layer.gate : layer.up;
     first.parts[1] = layer.up;
     first.num_parts = layer.gated ? 2 : 1;
-    first.y = inner;
+    first.y = between;
     first.y_stride = size;
+    first.y_dtype = inner;
     linear(first);
-    LinearArgs down = reading(layer, {inner, size, DType::f32}, size);
+    LinearArgs down = reading(layer, {between, size, inner}, size);
     down.parts[0] = layer.down;
     return down;
   }
@@ -277,6 +280,7 @@ class Stack {
   const DecoderCall& c;
   Buffers* buffers;
   float* x = nullptr;
+  DType inner = DType::f32;  // of what lies between two linears
   std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>, std::unique_ptr<AttentionPlan>> plans;
 };
 

@@ -19,10 +19,15 @@ float* scratch(std::vector<float>& kept, int64_t count) {
   return (float*)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63);
 }
 
-const char* row_of(const LinearPart& part, DType dtype, int64_t row) {
-  const int64_t block = row / part.rows_per_block;
-  const int64_t offset = block * part.block_stride + (row - block * part.rows_per_block) * part.row_stride;
-  return (const char*)part.weight + offset * size_of(dtype);
+// Pointers to the rows first ... first + count - 1.
+void find_rows(const LinearPart& part, DType dtype, int64_t first, int count, const void** rows) {
+  int64_t block = first / part.rows_per_block, row = first - block * part.rows_per_block;
+  for (int i = 0; i < count; i++) {
+    rows[i] = (const char*)part.weight + (block * part.block_stride + row * part.row_stride) * size_of(dtype);
+    if (++row < part.rows_per_block) continue;
+    row = 0;
+    block++;
+  }
 }
 
 float of_bits(uint32_t bits) {
@@ -73,7 +78,8 @@ class Call {
   }
 
   void run() {
-    parallel_items(num_blocks + (split.num_few > 0), [&](int64_t block) { pack(block); });
+    const int64_t num_groups = (split.num_many + kernels.lanes - 1) / kernels.lanes;
+    parallel_items(num_groups + (split.num_few > 0), [&](int64_t i) { i < num_groups ? pack_group(i) : copy_few(); });
     // An item never crosses from one part into the next.
     std::vector<Item> items;
     int64_t first = 0;
@@ -90,18 +96,18 @@ class Call {
     int num_columns;
   };
 
-  void pack(int64_t block) const {
-    PackArgs p{a.x, a.x_stride, a.x_dtype, block * kernels.max_width, 0, a.k, packed + block * block_bytes, 0};
-    if (block == num_blocks) {
-      p.first = split.num_many;
-      p.count = split.num_few;
-      p.width = padded_k;
-      kernels.copy(p);
-    } else {
-      p.count = std::min<int64_t>(kernels.max_width, split.num_many - p.first);
-      p.width = width_of(p.count);
-      kernels.pack(p);
-    }
+  // Packs the tokens that fill one vector.
+  void pack_group(int64_t group) const {
+    const int64_t first = group * kernels.lanes, block = first / kernels.max_width, start = block * kernels.max_width;
+    PackArgs p{a.x, a.x_stride, a.x_dtype, first, 0, a.k, nullptr, 0};
+    p.count = std::min<int64_t>(kernels.lanes, split.num_many - first);
+    p.width = width_of(std::min<int64_t>(kernels.max_width, split.num_many - start));
+    p.out = packed + block * block_bytes + (first - start) * 4;  // a token is a float, or a pair of bf16
+    kernels.pack(p);
+  }
+
+  void copy_few() const {
+    kernels.copy({a.x, a.x_stride, a.x_dtype, split.num_many, split.num_few, a.k, packed + num_blocks * block_bytes, padded_k});
   }
 
   int64_t width_of(int64_t count) const { return (count + kernels.lanes - 1) / kernels.lanes * kernels.lanes; }
@@ -117,7 +123,7 @@ class Call {
     int64_t strides[2];
     for (int i = 0; i < (a.gated ? 2 : 1); i++) {
       const LinearPart& part = a.parts[item.part + i];
-      for (int r = 0; r < item.num_columns; r++) rows[i][r] = row_of(part, a.weight_dtype, item.row + r);
+      find_rows(part, a.weight_dtype, item.row, item.num_columns, rows[i]);
       const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
       strides[i] = whole ? part.row_stride : 0;
       if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);

@@ -72,10 +72,10 @@ struct PackArgs {
   const void* x;
   int64_t x_stride;
   DType x_dtype;
-  int64_t first, count;  // tokens
+  int64_t first, count;  // tokens; many: as many as a vector has lanes, at most
   int64_t k;
-  void* out;
-  int64_t width;  // many: of the block, at least `count`; few: numbers in a row of `out`
+  void* out;      // many: where the first of them belongs in its block
+  int64_t width;  // many: of the block; few: numbers in a row of `out`
 };
 
 struct LinearKernels {
@@ -91,7 +91,7 @@ struct LinearKernels {
 
 // Sums of a chunk of columns, on their way into y. Biases are float32, COLUMNS of them.
 struct LinearOutput {
-  const float* tile;     // [token][COLUMNS]
+  float* tile;           // [token][COLUMNS]; overwritten
   const float* up_tile;  // gated only
   const float* bias;     // or null
   const float* up_bias;
@@ -109,14 +109,14 @@ extern const LinearEpilogue linear_epilogue_avx2, linear_epilogue_avx512;
 // float32 arithmetic for float32 and float16 weights; bf16 weights have choices.
 inline const LinearKernels& linear_kernels(DType weights) {
   const Isa isa = current_isa();
-  if (isa == Isa::avx2) return linear_avx2;
+  if (isa < Isa::avx512) return linear_avx2;
   if (weights != DType::bf16) return linear_avx512;
   if (isa == Isa::amx) return linear_amx;
   return prefers_bf16_dot() ? linear_avx512bf16 : linear_avx512;
 }
 
 inline const LinearEpilogue& linear_epilogue() {
-  return current_isa() == Isa::avx2 ? linear_epilogue_avx2 : linear_epilogue_avx512;
+  return current_isa() < Isa::avx512 ? linear_epilogue_avx2 : linear_epilogue_avx512;
 }
 
 // Runs on torch's threads.

@@ -13,33 +13,36 @@ constexpr int rows_of(int vectors) { return vectors == 4 ? 6 : 8; }
 
 constexpr int PAIRS = 16;  // pairs of k in a cache line of weights
 
-INLINE __m512i rounded_pair(Vec even, Vec odd) {  // lanes: even in the low half, odd in the high half
-  return (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+INLINE __m512i rounded_pairs(Vec first, Vec second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+
+// 32 numbers of a row as pairs: already that in memory if they are bf16.
+INLINE Vec pairs_of(const bf16* p) { return _mm512_loadu_ps(p); }
+
+template <class T>
+INLINE Vec pairs_of(const T* p) {
+  return _mm512_castsi512_ps(rounded_pairs(load(p), load(p + W)));
 }
 
 template <class T>
-INLINE void pack_block(const PackArgs& a) {
+INLINE Vec pairs_of(const T* p, int64_t left) {
+  const Vec low = load(p, left < W ? (int)left : W), high = left > W ? load(p + W, (int)(left - W)) : zero();
+  return _mm512_castsi512_ps(rounded_pairs(low, high));
+}
+
+template <class T>
+INLINE void pack_tokens(const PackArgs& a) {
   uint32_t* out = (uint32_t*)a.out;
-  for (int64_t m = 0; m < a.width; m += W) {
-    const T* x = (const T*)a.x + (a.first + m) * a.x_stride;
-    const int count = (int)(a.count - m);
-    for (int64_t k = 0; k < a.k; k += 2 * W) {
-      Vec r[W];
-      for (int i = 0; i < W; i++) {
-        if (i >= count) {
-          r[i] = zero();
-          continue;
-        }
-        const T* p = x + i * a.x_stride + k;
-        const int64_t left = a.k - k;
-        const Vec low = left >= W ? load(p) : load(p, (int)left);
-        const Vec high = left >= 2 * W ? load(p + W) : left > W ? load(p + W, (int)(left - W)) : zero();
-        r[i] = _mm512_castsi512_ps(rounded_pair(low, high));
-      }
-      transpose(r);  // row i: pair i of each token
-      const int64_t num_pairs = (a.k + 1) / 2 - k / 2;
-      for (int i = 0; i < W && i < num_pairs; i++) store((float*)(out + (k / 2 + i) * a.width + m), r[i]);
+  const T* x = (const T*)a.x + a.first * a.x_stride;
+  for (int64_t k = 0; k < a.k; k += 2 * W) {
+    Vec r[W];
+    const int64_t left = a.k - k;
+    for (int i = 0; i < W; i++) {
+      const T* p = x + i * a.x_stride + k;
+      r[i] = i >= a.count ? zero() : left >= 2 * W ? pairs_of(p) : pairs_of(p, left);
     }
+    transpose(r);  // row i: pair i of each token
+    const int64_t num_pairs = (left + 1) / 2;
+    for (int i = 0; i < W && i < num_pairs; i++) store((float*)(out + (k / 2 + i) * a.width), r[i]);
   }
 }
 
@@ -56,9 +59,9 @@ INLINE void copy_rows(const PackArgs& a) {
 }
 
 void pack(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) pack_block<float>(a);
-  else if (a.x_dtype == DType::bf16) pack_block<bf16>(a);
-  else pack_block<f16>(a);
+  if (a.x_dtype == DType::f32) pack_tokens<float>(a);
+  else if (a.x_dtype == DType::bf16) pack_tokens<bf16>(a);
+  else pack_tokens<f16>(a);
 }
 
 void copy(const PackArgs& a) {
@@ -155,8 +158,12 @@ void many(const LinearTile& t) {
 template <int ROWS, int TOKENS>
 INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
   const bf16 *rows[ROWS], *x[TOKENS];
-  for (int r = 0; r < ROWS; r++)
-    rows[r] = (const bf16*)t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1];
+  const char* next[ROWS];  // the rows after these, on their way while these are read
+  for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r, last = t.num_rows - 1;
+    rows[r] = (const bf16*)t.rows[row < last ? row : last];
+    next[r] = (const char*)(row + ROWS <= last ? (const bf16*)t.rows[row + ROWS] : rows[r] + ROWS * t.k);
+  }
   for (int m = 0; m < TOKENS; m++)
     x[m] = (const bf16*)t.x + (first_token + m < t.num_tokens ? first_token + m : t.num_tokens - 1) * t.x_stride;
   Vec acc[W];
@@ -170,6 +177,7 @@ INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const __m512i w = _mm512_loadu_si512(rows[r] + k);
+      _mm_prefetch(next[r] + 2 * k, _MM_HINT_T1);
 #pragma GCC unroll 4
       for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = dot(acc[m * ROWS + r], w, v[m]);
     }

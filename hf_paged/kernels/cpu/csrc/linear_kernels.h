@@ -23,19 +23,16 @@ INLINE void load_tokens(const T* x, int64_t stride, int count, int num_k, Vec r[
 }
 
 template <class T>
-INLINE void pack_block(const PackArgs& a) {
+INLINE void pack_tokens(const PackArgs& a) {
   float* out = (float*)a.out;
-  for (int64_t m = 0; m < a.width; m += W) {
-    const T* x = (const T*)a.x + (a.first + m) * a.x_stride;
-    const int count = (int)(a.count - m);
-    for (int64_t k = 0; k < a.k; k += W) {
-      Vec r[W];
-      const int num_k = a.k - k < W ? (int)(a.k - k) : W;
-      if (num_k == W) load_tokens(x + k, a.x_stride, count, r);
-      else load_tokens(x + k, a.x_stride, count, num_k, r);
-      transpose(r);
-      for (int i = 0; i < num_k; i++) store(out + (k + i) * a.width + m, r[i]);
-    }
+  const T* x = (const T*)a.x + a.first * a.x_stride;
+  for (int64_t k = 0; k < a.k; k += W) {
+    Vec r[W];
+    const int num_k = a.k - k < W ? (int)(a.k - k) : W;
+    if (num_k == W) load_tokens(x + k, a.x_stride, (int)a.count, r);
+    else load_tokens(x + k, a.x_stride, (int)a.count, num_k, r);
+    transpose(r);
+    for (int i = 0; i < num_k; i++) store(out + (k + i) * a.width, r[i]);
   }
 }
 
@@ -49,9 +46,9 @@ INLINE void copy_rows(const PackArgs& a) {
 }
 
 static void pack(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) pack_block<float>(a);
-  else if (a.x_dtype == DType::bf16) pack_block<bf16>(a);
-  else pack_block<f16>(a);
+  if (a.x_dtype == DType::f32) pack_tokens<float>(a);
+  else if (a.x_dtype == DType::bf16) pack_tokens<bf16>(a);
+  else pack_tokens<f16>(a);
 }
 
 static void copy(const PackArgs& a) {
@@ -97,7 +94,8 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
     for (; k + W <= t.k; k += W) store(wide + r * t.k + k, load(from + k));
     if (k < t.k) store(wide + r * t.k + k, load(from + k, (int)(t.k - k)), (int)(t.k - k));
   }
-  for (int64_t first = 0; first < t.k; first += CHUNK) {
+  int64_t first = 0;
+  do {  // once even where k is 0
     Vec acc[ROWS][VECS];
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++)
@@ -112,7 +110,8 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
         float* sum = sums + (first_row + r) * MAX_WIDTH + j * W;
         store(sum, first ? add(load(sum), acc[r][j]) : acc[r][j]);
       }
-  }
+    first += CHUNK;
+  } while (first < t.k);
 }
 
 // sums [column][token] -> out [token][column]
@@ -150,7 +149,12 @@ template <class T, int ROWS, int TOKENS>
 INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
   const T* rows[ROWS];
   const float* x[TOKENS];
-  for (int r = 0; r < ROWS; r++) rows[r] = (const T*)t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1];
+  const char* next[ROWS];  // the rows after these, on their way while these are read
+  for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r, last = t.num_rows - 1;
+    rows[r] = (const T*)t.rows[row < last ? row : last];
+    next[r] = (const char*)(row + ROWS <= last ? (const T*)t.rows[row + ROWS] : rows[r] + ROWS * t.k);
+  }
   for (int m = 0; m < TOKENS; m++)
     x[m] = (const float*)t.x + (first_token + m < t.num_tokens ? first_token + m : t.num_tokens - 1) * t.x_stride;
   Vec acc[TOKENS * ROWS];
@@ -164,6 +168,7 @@ INLINE void step_few(const LinearTile& t, int first_row, int first_token) {
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++) {
       const Vec w = load(rows[r] + k);
+      _mm_prefetch(next[r] + k * (int64_t)sizeof(T), _MM_HINT_T1);
 #pragma GCC unroll 4
       for (int m = 0; m < TOKENS; m++) acc[m * ROWS + r] = fma(w, v[m], acc[m * ROWS + r]);
     }

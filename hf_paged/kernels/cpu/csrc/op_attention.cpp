@@ -107,9 +107,10 @@ void check_shapes(const Tensor& query, const Tensor& key_cache, const Tensor& va
   STD_TORCH_CHECK(key_cache.scalar_type() == value_cache.scalar_type() && key_cache.size(0) == value_cache.size(0) &&
                       key_cache.size(1) == value_cache.size(1) && key_cache.size(2) == value_cache.size(2),
                   "hf_paged::paged_attention: key_cache and value_cache differ in dtype, blocks, heads or block size");
-  STD_TORCH_CHECK(key_cache.size(1) > 0 && query.size(1) % key_cache.size(1) == 0,
+  STD_TORCH_CHECK(key_cache.size(1) > 0 && query.size(1) > 0 && query.size(1) % key_cache.size(1) == 0,
                   "hf_paged::paged_attention: ", query.size(1), " query heads are no multiple of ", key_cache.size(1),
                   " key/value heads");
+  STD_TORCH_CHECK(key_cache.size(2) > 0, "hf_paged::paged_attention: blocks must have room for at least one token");
   STD_TORCH_CHECK(cu_seqlens_q.size(0) == num_requests + 1 && block_tables.size(0) >= num_requests,
                   "hf_paged::paged_attention: seq_lens has ", num_requests, " requests, cu_seqlens_q ",
                   cu_seqlens_q.size(0) - 1, ", block_tables ", block_tables.size(0));
@@ -131,6 +132,7 @@ std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tenso
   STD_TORCH_CHECK(last == num_tokens, "hf_paged::paged_attention: cu_seqlens_q ends at ", last, ", query has ",
                   num_tokens, " tokens");
   args.block_tables_stride = block_tables.stride(0);
+  args.max_blocks = block_tables.size(1);
   args.num_blocks = key_cache.size(0);
   args.num_kv_heads = key_cache.size(1);
   args.block_size = key_cache.size(2);

@@ -51,6 +51,8 @@ class LayerReader {
     if (!tensor) return nullptr;
     STD_TORCH_CHECK(tensor->is_contiguous() && tensor->numel() == size,
                     "decoder_layers: weights of a norm must be contiguous and fit its input");
+    STD_TORCH_CHECK(!norm.weight || dtype_of(*tensor) == norm.dtype,
+                    "decoder_layers: weight and bias of a norm must have the same dtype");
     norm.present = true;
     norm.dtype = dtype_of(*tensor);
     return tensor->const_data_ptr();
@@ -88,6 +90,7 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
   l.key_dim = ints();
   l.value_dim = ints();
   const int64_t rope_layout = ints();  // 0 none, else 1 + RopePairs
+  STD_TORCH_CHECK(rope_layout >= 0 && rope_layout <= 3, "decoder_layers: unknown rope layout ", rope_layout);
   l.rotates = rope_layout > 0;
   l.pairs = (RopePairs)(l.rotates ? rope_layout - 1 : 0);
   l.rotary_begin = ints();
@@ -123,8 +126,8 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
                     "decoder_layers: parallel blocks have no norms after them");
   }
   if (l.has_attention) {
-    STD_TORCH_CHECK(l.num_kv_heads > 0 && l.num_query_heads % l.num_kv_heads == 0, "decoder_layers: query heads must be "
-                    "a multiple of K/V heads");
+    STD_TORCH_CHECK(l.num_kv_heads > 0 && l.num_query_heads > 0 && l.num_query_heads % l.num_kv_heads == 0,
+                    "decoder_layers: query heads must be a multiple of K/V heads");
     l.q = reader.linear(Q_WEIGHT, Q_BIAS, hidden_size, l.weight_dtype);
     l.k = reader.linear(K_WEIGHT, K_BIAS, hidden_size, l.weight_dtype);
     l.v = reader.linear(V_WEIGHT, V_BIAS, hidden_size, l.weight_dtype);
@@ -135,9 +138,10 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
     const bool wide = l.head_norm == HeadNorm::full_width;
     l.q_norm = reader.norm(Q_NORM_WEIGHT, {}, wide ? l.q.num_rows : l.key_dim, bare_head_norms);
     l.k_norm = reader.norm(K_NORM_WEIGHT, {}, wide ? l.k.num_rows : l.key_dim, bare_head_norms);
-    STD_TORCH_CHECK(!l.rotates || (l.rotary_dim % 2 == 0 && l.rotary_dim <= max_rotary_dim && l.rotary_begin >= 0 &&
-                                   l.rotary_begin + l.rotary_dim <= l.key_dim),
+    STD_TORCH_CHECK(!l.rotates || (l.rotary_dim >= 0 && l.rotary_dim % 2 == 0 && l.rotary_dim <= max_rotary_dim &&
+                                   l.rotary_begin >= 0 && l.rotary_begin <= l.key_dim - l.rotary_dim),
                     "decoder_layers: the rotary part does not fit the heads");
+    STD_TORCH_CHECK(l.cos_step == 1 || l.cos_step == 2, "decoder_layers: cos_step must be 1 or 2");
     l.sinks = reader.floats(SINKS, l.num_query_heads);
     l.alibi_slopes = reader.floats(ALIBI_SLOPES, l.num_query_heads);
   }
@@ -161,10 +165,12 @@ void set_angles(DecoderCall& call, const std::optional<Tensor>& cos, const std::
   STD_TORCH_CHECK(cos.has_value() && sin.has_value(), "decoder_layers: layers that rotate need cos and sin");
   for (const Tensor* t : {&*cos, &*sin})
     STD_TORCH_CHECK(t->dim() == 2 && (t->size(0) == call.num_tokens || t->size(0) == 1) && t->stride(1) == 1 &&
-                        t->stride(0) == cos->stride(0) && dtype_of(*t) == dtype_of(*cos),
+                        t->size(0) == cos->size(0) && t->size(1) == cos->size(1) && t->stride(0) == cos->stride(0) &&
+                        dtype_of(*t) == dtype_of(*cos),
                     "decoder_layers: cos and sin must be [tokens, n] with contiguous rows, alike");
   for (const DecoderLayer& l : layers)
-    STD_TORCH_CHECK(!l.rotates || (l.rotary_dim / 2 - 1) * l.cos_step < cos->size(1), "decoder_layers: cos is too short");
+    STD_TORCH_CHECK(!l.has_attention || !l.rotates || (l.rotary_dim / 2 - 1) * l.cos_step < cos->size(1),
+                    "decoder_layers: cos is too short");
   call.cos = cos->const_data_ptr();
   call.sin = sin->const_data_ptr();
   call.cos_stride = cos->size(0) == 1 ? 0 : cos->stride(0);
@@ -180,7 +186,7 @@ void set_caches(DecoderCall& call, std::vector<DecoderLayer>& layers, const std:
     const Tensor &k = keys[i], &v = values[i++];
     STD_TORCH_CHECK(k.dim() == 4 && v.dim() == 4 && k.is_contiguous() && v.is_contiguous() && k.size(0) == v.size(0) &&
                         k.size(2) == v.size(2) && k.size(1) == l.num_kv_heads && v.size(1) == l.num_kv_heads &&
-                        k.size(3) == l.key_dim && v.size(3) == l.value_dim,
+                        k.size(3) == l.key_dim && v.size(3) == l.value_dim && k.size(2) > 0,
                     "decoder_layers: K/V blocks do not fit the heads");
     if (i == 1) {
       call.attention.num_blocks = k.size(0);
@@ -211,8 +217,8 @@ void set_metadata(DecoderCall& call, const Tensor& block_tables, const Tensor& s
                   "decoder_layers: block_tables must be int32 [requests, blocks] with contiguous rows");
   a.num_requests = block_tables.size(0);
   a.block_tables = (const int32_t*)block_tables.const_data_ptr();
-  // A single row may have any stride.
-  a.block_tables_stride = a.num_requests > 1 ? block_tables.stride(0) : block_tables.size(1);
+  a.block_tables_stride = block_tables.stride(0);
+  a.max_blocks = block_tables.size(1);
   a.cu_seqlens_q = integers<int32_t>(cu_seqlens, ScalarType::Int, a.num_requests + 1, "cu_seqlens_q");
   a.seq_lens = integers<int32_t>(seq_lens, ScalarType::Int, a.num_requests, "seq_lens");
   call.slot_mapping = integers<int64_t>(slots, ScalarType::Long, call.num_tokens, "slot_mapping");

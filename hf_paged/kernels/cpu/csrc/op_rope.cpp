@@ -29,7 +29,7 @@ void set_layout(RopeStoreArgs& args, const Layout& layout) {
   STD_TORCH_CHECK(layout.pairs >= 0 && layout.pairs <= 2, "hf_paged rope: unknown pairs ", layout.pairs);
   STD_TORCH_CHECK(layout.rotary_dim >= 0 && layout.rotary_dim % 2 == 0 && layout.rotary_dim <= max_rotary_dim,
                   "hf_paged rope: rotary_dim must be even and at most ", max_rotary_dim, ", not ", layout.rotary_dim);
-  STD_TORCH_CHECK(layout.rotary_begin >= 0 && layout.rotary_begin + layout.rotary_dim <= args.key_dim,
+  STD_TORCH_CHECK(layout.rotary_begin >= 0 && layout.rotary_begin <= args.key_dim - layout.rotary_dim,
                   "hf_paged rope: rotary_begin + rotary_dim exceeds the head_dim of ", args.key_dim);
   STD_TORCH_CHECK(layout.cos_step == 1 || layout.cos_step == 2, "hf_paged rope: cos_step must be 1 or 2");
   args.pairs = (RopePairs)layout.pairs;
@@ -50,8 +50,9 @@ void set_angles(RopeStoreArgs& args, const OptionalTensor& cos, const OptionalTe
     STD_TORCH_CHECK(args.rotary_dim == 0 || (args.rotary_dim / 2 - 1) * args.cos_step < table->size(1),
                     "hf_paged rope: cos and sin have ", table->size(1), " numbers, too few for a rotary_dim of ",
                     args.rotary_dim);
-    STD_TORCH_CHECK(table->stride(0) == cos->stride(0) && table->stride(1) == cos->stride(1),
-                    "hf_paged rope: cos and sin must have the same strides");
+    STD_TORCH_CHECK(table->size(0) == cos->size(0) && table->stride(0) == cos->stride(0) &&
+                        table->stride(1) == cos->stride(1),
+                    "hf_paged rope: cos and sin must have the same rows and strides");
   }
   args.cos = cos->const_data_ptr();
   args.sin = sin->const_data_ptr();

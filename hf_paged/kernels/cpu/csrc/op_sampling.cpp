@@ -31,6 +31,18 @@ const T* data_of(const Tensor& tensor, ScalarType dtype, int64_t numel, const ch
 template <class T>
 T* mutable_data(Tensor& tensor) { return (T*)tensor.mutable_data_ptr(); }
 
+void check_settings(const DrawSettings* settings, const double* uniform, int64_t count) {
+  for (int64_t row = 0; row < count; row++) {
+    const DrawSettings& s = settings[row];
+    if (s.kind == DRAW_BEST) continue;
+    STD_TORCH_CHECK(s.kind == DRAW_ANY || s.kind == DRAW_TRUNCATED, "sampling: row ", row, " has no kind of draw");
+    STD_TORCH_CHECK(s.temperature >= 1e-30 && s.temperature <= 1e30 && uniform[row] > 0 && uniform[row] < 1,
+                    "sampling: the temperature of row ", row, " must be from 1e-30 to 1e30, its number between 0 and 1");
+    const bool truncates = (s.top_k == 0 || s.top_k >= 1) && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1;
+    STD_TORCH_CHECK(s.kind == DRAW_ANY || truncates, "sampling: top-k of row ", row, " must be 0 or at least 1, top-p in (0, 1] and min-p in [0, 1]");
+  }
+}
+
 // A thread's room for rows of some size, kept for the next step. Memory that no row has used costs nothing.
 DrawScratch scratch_of(int64_t size) {
   thread_local std::unique_ptr<uint64_t[]> room;
@@ -61,6 +73,7 @@ std::tuple<Tensor, Tensor> draw_tokens(Tensor scores, Tensor settings, Tensor un
   const int64_t width = sizeof(DrawSettings) / sizeof(double);
   const auto* drawn = (const DrawSettings*)data_of<double>(settings, ScalarType::Double, count * width, "settings");
   const double* numbers = data_of<double>(uniform, ScalarType::Double, count, "uniform");
+  check_settings(drawn, numbers, count);
   Tensor tokens = torch::stable::new_empty(scores, {count}, ScalarType::Long);
   Tensor best = torch::stable::new_empty(scores, {count}, ScalarType::Float);
   float* values = mutable_data<float>(best);

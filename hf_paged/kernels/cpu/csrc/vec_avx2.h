@@ -86,7 +86,7 @@ INLINE void store(bf16* p, Vec x, int n) { store_some(p, narrow(x), n); }
 INLINE void store(f16* p, Vec x, int n) { store_some(p, _mm256_cvtps_ph(x, 0), n); }
 
 INLINE Vec exp2(Vec x) {
-  x = max(x, set(-126.f));
+  x = max(set(-126.f), x);  // in this order, since the processor returns the second of two where one is NaN
   const Vec whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = sub(x, whole);
   Vec p = set(1.3333558e-3f);
   p = fma(p, f, set(9.6181291e-3f));
