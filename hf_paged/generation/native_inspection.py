@@ -39,13 +39,14 @@ from ..modeling.patterns.plain import NotProvedError, NotRecognizedError, check_
 from ..modeling.patterns.recipe import LayerRecipe
 from .model_runner import ModelRunner
 from .native_calls import NativeCalls
-from .native_operators import Operators
+from .native_operators import DecoderLayers, Operators
 from .native_units import Argument, Inspection, Unit, run_small
 from .step import ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 _AMPLIFICATION = 64.0
+_LARGE_RESIDUAL = 1e4  # float16 holds six times as much
 _NO_SETTINGS = frozenset({"layer_idx", *vars(torch.nn.Module())})
 _TOLERANCE_OF_ALL = {torch.float32: 1e-3}  # of the logits, as at load: a router may choose another expert
 _TOLERANCE_OF_ALL_HALF = 0.2
@@ -222,6 +223,7 @@ class _Inspector:
             self._amplify_mlps(layer, block)
             angles = block.angles or find_angles(layer.call)
             unit = self._unit("layer", layer.call, recipe, layer.attention, angles)
+            self._amplify_layer(layer, recipe, angles)
             self._prove(unit, layer.call, layer.attention, angles)
             return [unit]
         except NotRecognizedError as error:
@@ -335,6 +337,19 @@ class _Inspector:
         assert unit.recipe is not None, "only layers and their parts have this proof"
         hidden, expected = call.input, first_tensor(call.output)
         assert hidden is not None and expected is not None, "a unit has an input and an output"
+        with _as_obstacle():
+            result = self._computed(unit.recipe, hidden, attention, angles, self._operators.decoder_layers)
+        self._check(result.view(expected.shape), expected, hidden if unit.kind == "layer" else None)
+
+    def _computed(
+        self,
+        recipe: LayerRecipe,
+        hidden: torch.Tensor,
+        attention: AttentionCall | None,
+        angles: tuple | None,
+        decoder_layers: DecoderLayers,
+    ) -> torch.Tensor:
+        """What a recipe makes of some input, over the blocks of the watched step; its K/V are written there."""
         cos = sin = metadata = None
         caches: tuple = ()
         if attention is not None:
@@ -345,16 +360,28 @@ class _Inspector:
             metadata = self._watched.inputs.metadata[layer.spec.group_idx]
         if angles is not None:
             cos, sin = angles[0][0], angles[1][0]
-        arguments = unit.recipe.arguments(*caches)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        with _as_obstacle():
-            result = self._operators.decoder_layers(flat, [arguments], cos, sin, metadata).view(expected.shape)
-        self._check(result, expected, hidden if unit.kind == "layer" else None)
+        return decoder_layers(flat, [recipe.arguments(*caches)], cos, sin, metadata)
 
     def _check(self, result: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | None = None) -> None:
         error = relative_error(result, expected, base)
         if not error <= tolerance(expected.dtype):
             raise NotProvedError(error, tolerance(expected.dtype))
+
+    def _amplify_layer(self, layer: _Layer, recipe: LayerRecipe, angles: tuple | None) -> None:
+        """Clamps of the residual bite on large numbers only."""
+        if not self._is_faithful(layer.call.module, lambda: self._amplified_layer_fits(layer, recipe, angles)):
+            raise NotRecognizedError("it treats large inputs in another way than small ones")
+
+    def _amplified_layer_fits(self, layer: _Layer, recipe: LayerRecipe, angles: tuple | None) -> bool:
+        hidden = layer.call.input
+        assert hidden is not None, "a layer has an input"
+        factor = _LARGE_RESIDUAL / max(float(hidden.abs().max()), 1.0 / _LARGE_RESIDUAL)
+        again = self._watched.amplified(layer.call, factor)
+        if again is None:
+            return False
+        result = self._computed(recipe, hidden * factor, layer.attention, angles, reference.decoder_layers)
+        return close(result, again[0]) or not bool(again[0].isfinite().all())
 
     def _amplify_attention(self, block: AttentionBlock) -> None:
         """Clamps of queries, keys and values bite on large numbers only."""

@@ -476,11 +476,10 @@ def test_what_somebody_sets_meanwhile_stays():
     assert linear(torch.ones(1, 2)) == "theirs"
 
 
-def test_a_process_ends_quietly_with_models_in_use():
+def test_a_process_ends_quietly_with_models_alive():
     lines = [
         "import torch, tests.paged_models as models",
         "kept = [models.paged(family) for family in ('llama', 'mixtral')]",
-        "answers = [model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2) for model in kept]",
         "torch.kept = kept",  # so that they outlive the modules of the package
     ]
     root = Path(__file__).parents[2]

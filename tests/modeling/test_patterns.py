@@ -157,6 +157,19 @@ def test_a_layer_with_a_trap_is_not_recognised(kind):
     assert any(reason.startswith("layer (LlamaDecoderLayer)") for reason in inspection.reasons)
 
 
+def test_a_clamp_of_the_residual_is_noticed():
+    model = tiny_model("llama")
+    cls = type(model.model.layers[0])
+
+    def clamped(self, *args, **kwargs):
+        return cls.forward(self, *args, **kwargs).clamp(-5000, 5000)
+
+    clamping = type(cls.__name__, (cls,), {"forward": clamped, "__module__": cls.__module__})
+    for layer in model.model.layers:
+        layer.__class__ = clamping
+    assert "layer" not in inspected(model).describe()
+
+
 class Clamp(torch.nn.Module):
     def __init__(self, limit: float):
         super().__init__()
