@@ -185,7 +185,8 @@ def test_scores_come_with_the_texts(door):
     kwargs = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     for got, expected in zip(kept(door)(TEXTS, **kwargs), kept("stock")(TEXTS, **kwargs), strict=True):
         (got,), (expected,) = got, expected
-        torch.testing.assert_close(torch.tensor(got.pop("scores")), torch.tensor(expected.pop("scores")))
+        scores = torch.tensor(got.pop("scores")), torch.tensor(expected.pop("scores"))
+        torch.testing.assert_close(*scores, atol=1e-4, rtol=0)  # as everywhere: operators sum in orders of their own
         assert got == expected
 
 

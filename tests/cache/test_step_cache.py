@@ -9,6 +9,7 @@ import torch
 
 from hf_paged import AttentionBypassedError, StepFailedError, UnsupportedAttentionError, UnsupportedModelError
 from hf_paged.cache.step_cache import AttentionRequest, StepCache, StepLayerSpec, StepLength, paged_layer_of
+from hf_paged.generation import native_layers
 from hf_paged.generation.attention import paged_attention_forward, paged_mask
 from hf_paged.generation.sampling.params import SamplingParams
 from tests.families import greedy, tiny_model
@@ -143,12 +144,23 @@ def fails_once(model, break_it, mend_it) -> BaseException:
     return caught.value.__cause__
 
 
-def test_attention_implementation_set_away_under_a_running_engine_is_noticed():
+def test_attention_implementation_set_away_under_a_running_engine_is_noticed(monkeypatch):
+    monkeypatch.setattr(native_layers, "native_operators", lambda: None)
     model = paged("mistral")
     cause = fails_once(
         model, lambda: model.set_attn_implementation("eager"), lambda: model.set_attn_implementation("hf_paged")
     )
     assert isinstance(cause, AttentionBypassedError)
+
+
+def test_native_layers_attend_whatever_implementation_is_set():
+    model = paged("mistral")
+    if model.engine.plan.native == "off":
+        pytest.skip("no native library on this machine")
+    expected = greedy(tiny_model("mistral"), [PROMPT], 6)
+    model.engine.generate([PROMPT], PARAMS)
+    model.set_attn_implementation("eager")
+    assert [output.outputs[0].token_ids for output in model.engine.generate([PROMPT], PARAMS)] == expected
 
 
 def test_layer_that_is_skipped_is_noticed():
