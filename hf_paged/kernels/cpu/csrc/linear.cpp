@@ -12,6 +12,7 @@ namespace hf_paged {
 namespace {
 
 constexpr int64_t MIN_ITEMS_PER_THREAD = 4;
+constexpr int64_t TOKENS_PER_CALL = 256;  // packed activations of more would leave a core's cache, read again per item
 
 // Memory that a thread keeps: fresh pages would have to be faulted in at every call.
 float* scratch(std::vector<float>& kept, int64_t count) {
@@ -166,7 +167,17 @@ class Call {
 }  // namespace
 
 void linear(const LinearArgs& args) {
-  if (args.num_tokens > 0) Call(args).run();
+  const auto at = [](const void* p, int64_t first, int64_t stride, DType dtype) {
+    return p ? (char*)p + first * stride * size_of(dtype) : nullptr;
+  };
+  for (int64_t first = 0; first < args.num_tokens; first += TOKENS_PER_CALL) {
+    LinearArgs part = args;
+    part.num_tokens = std::min(args.num_tokens - first, TOKENS_PER_CALL);
+    part.x = at(args.x, first, args.x_stride, args.x_dtype);
+    part.residual = at(args.residual, first, args.residual_stride, args.residual_dtype);
+    part.y = at(args.y, first, args.y_stride, args.y_dtype);
+    Call(part).run();
+  }
 }
 
 }  // namespace hf_paged

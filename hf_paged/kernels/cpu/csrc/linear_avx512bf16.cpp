@@ -11,6 +11,7 @@ namespace {
 // Rows of a step: as many sums as the registers hold, but no more row pointers than there are registers for them.
 constexpr int rows_of(int vectors) { return vectors == 4 ? 6 : 8; }
 
+constexpr int PREFETCH_BYTES = 4096;  // ahead of a stream
 constexpr int PAIRS = 16;  // pairs of k in a cache line of weights
 
 INLINE __m512i rounded_pairs(Vec first, Vec second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
@@ -202,8 +203,41 @@ INLINE void few_of(const LinearTile& t, int first_token) {
   for (int row = 0; row < t.num_rows; row += W / TOKENS) step_few<W / TOKENS, TOKENS>(t, row, first_token);
 }
 
+// One token is bound by memory alone: rows one after the other, as they lie there.
+INLINE Vec row_times(const bf16* row, const bf16* x, int64_t size) {
+  constexpr int PHASES = 4;  // sums that do not wait for each other
+  Vec acc[PHASES] = {zero(), zero(), zero(), zero()};
+  int64_t k = 0;
+  const auto step = [&](Vec sum) {
+    const __m512i w = _mm512_loadu_si512(row + k);
+    _mm_prefetch((const char*)(row + k) + PREFETCH_BYTES, _MM_HINT_T1);
+    sum = dot(sum, w, _mm512_loadu_si512(x + k));
+    k += 2 * W;
+    return sum;
+  };
+  while (k + 2 * W * PHASES <= size)
+    for (int p = 0; p < PHASES; p++) acc[p] = step(acc[p]);
+  while (k + 2 * W <= size) acc[0] = step(acc[0]);
+  if (k < size) {
+    const __mmask32 left = (__mmask32)((1ull << (size - k)) - 1);
+    acc[0] = dot(acc[0], _mm512_maskz_loadu_epi16(left, row + k), _mm512_loadu_si512(x + k));
+  }
+  return add(add(acc[0], acc[1]), add(acc[2], acc[3]));
+}
+
+void one(const LinearTile& t) {
+  for (int first = 0; first < t.num_rows; first += W) {
+    Vec products[W];
+    for (int i = 0; i < W; i++) {
+      const int row = first + i < t.num_rows ? first + i : t.num_rows - 1;
+      products[i] = row_times((const bf16*)t.rows[row], (const bf16*)t.x, t.k);
+    }
+    store(t.out + first, sums(products));
+  }
+}
+
 void few(const LinearTile& t) {
-  if (t.num_tokens == 1) return few_of<1>(t, 0);
+  if (t.num_tokens == 1) return one(t);
   if (t.num_tokens == 2) return few_of<2>(t, 0);
   for (int m = 0; m < t.num_tokens; m += FEW_TOKENS) few_of<FEW_TOKENS>(t, m);
 }

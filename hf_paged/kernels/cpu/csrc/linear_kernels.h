@@ -193,9 +193,41 @@ INLINE void few_of(const LinearTile& t, int first_token) {
   for (int row = 0; row < t.num_rows; row += ROWS) step_few<T, ROWS, TOKENS>(t, row, first_token);
 }
 
+// One token is bound by memory alone: rows one after the other, as they lie there.
+template <class T>
+INLINE Vec row_times(const T* row, const float* x, int64_t size) {
+  constexpr int PHASES = 4;  // sums that do not wait for each other
+  constexpr int PREFETCH_BYTES = 4096;
+  Vec acc[PHASES] = {zero(), zero(), zero(), zero()};
+  int64_t k = 0;
+  const auto step = [&](Vec sum) {
+    _mm_prefetch((const char*)(row + k) + PREFETCH_BYTES, _MM_HINT_T1);
+    sum = fma(load(row + k), load(x + k), sum);
+    k += W;
+    return sum;
+  };
+  while (k + W * PHASES <= size)
+    for (int p = 0; p < PHASES; p++) acc[p] = step(acc[p]);
+  while (k + W <= size) acc[0] = step(acc[0]);
+  if (k < size) acc[0] = fma(load(row + k, (int)(size - k)), load(x + k), acc[0]);
+  return add(add(acc[0], acc[1]), add(acc[2], acc[3]));
+}
+
+template <class T>
+static void one(const LinearTile& t) {
+  for (int first = 0; first < t.num_rows; first += W) {
+    Vec products[W];
+    for (int i = 0; i < W; i++) {
+      const int row = first + i < t.num_rows ? first + i : t.num_rows - 1;
+      products[i] = row_times((const T*)t.rows[row], (const float*)t.x, t.k);
+    }
+    store(t.out + first, sums(products));
+  }
+}
+
 template <class T>
 static void few(const LinearTile& t) {
-  if (t.num_tokens == 1) return few_of<T, 1>(t, 0);
+  if (t.num_tokens == 1) return one<T>(t);
   if (t.num_tokens == 2) return few_of<T, 2>(t, 0);
   for (int m = 0; m < t.num_tokens; m += FEW_TOKENS) few_of<T, FEW_TOKENS>(t, m);
 }
