@@ -28,12 +28,15 @@ volatile float sink;
 __attribute__((target("avx2,fma"))) double fma_avx2() {
     __m256 sums[kChains];
     const __m256 factor = _mm256_set1_ps(1e-8f);
+#pragma GCC unroll 12  // all three loops: or the sums would lie in memory
     for (auto& sum : sums) sum = factor;
     for (long round = 0; round < kRounds; ++round) {
 #pragma GCC unroll 12
         for (int chain = 0; chain < kChains; ++chain) sums[chain] = _mm256_fmadd_ps(factor, factor, sums[chain]);
-        asm volatile("" ::: "memory");
+#pragma GCC unroll 12
+        for (auto& sum : sums) asm volatile("" : "+x"(sum));
     }
+#pragma GCC unroll 12
     for (auto& sum : sums) sink = _mm256_cvtss_f32(sum);
     return 2.0 * 8 * kChains * kRounds;
 }
@@ -41,12 +44,15 @@ __attribute__((target("avx2,fma"))) double fma_avx2() {
 __attribute__((target("avx512f"))) double fma_avx512() {
     __m512 sums[kChains];
     const __m512 factor = _mm512_set1_ps(1e-8f);
+#pragma GCC unroll 12  // all three loops: or the sums would lie in memory
     for (auto& sum : sums) sum = factor;
     for (long round = 0; round < kRounds; ++round) {
 #pragma GCC unroll 12
         for (int chain = 0; chain < kChains; ++chain) sums[chain] = _mm512_fmadd_ps(factor, factor, sums[chain]);
-        asm volatile("" ::: "memory");
+#pragma GCC unroll 12
+        for (auto& sum : sums) asm volatile("" : "+v"(sum));
     }
+#pragma GCC unroll 12
     for (auto& sum : sums) sink = _mm512_cvtss_f32(sum);
     return 2.0 * 16 * kChains * kRounds;
 }
@@ -55,12 +61,15 @@ __attribute__((target("avx512f,avx512bf16"))) double dot_bf16() {
     __m512 sums[kChains];
     const __m512 factor = _mm512_set1_ps(1e-8f);
     const __m512bh pairs = _mm512_cvtne2ps_pbh(factor, factor);
+#pragma GCC unroll 12  // all three loops: or the sums would lie in memory
     for (auto& sum : sums) sum = factor;
     for (long round = 0; round < kRounds; ++round) {
 #pragma GCC unroll 12
         for (int chain = 0; chain < kChains; ++chain) sums[chain] = _mm512_dpbf16_ps(sums[chain], pairs, pairs);
-        asm volatile("" ::: "memory");
+#pragma GCC unroll 12
+        for (auto& sum : sums) asm volatile("" : "+v"(sum));
     }
+#pragma GCC unroll 12
     for (auto& sum : sums) sink = _mm512_cvtss_f32(sum);
     return 2.0 * 32 * kChains * kRounds;
 }
