@@ -449,7 +449,9 @@ def test_log_probabilities_of_prompt_and_answer(model, stock):
         len(entry) >= 2 and entry[t].rank == 1 for entry, t in zip(result.top_logprobs, tokens[-5:], strict=True)
     )
     (bare,) = run(model, [prompt], max_new_tokens=5, logprobs=0)
-    assert bare.logprobs == result.logprobs and bare.top_logprobs is None and bare.prompt_logprobs is None
+    # The prompt is cached by now: its last token is computed alone, and sums have another order.
+    assert bare.logprobs == pytest.approx(result.logprobs, abs=1e-5)
+    assert bare.top_logprobs is None and bare.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
