@@ -3,6 +3,8 @@
 #include "vec_avx512.h"
 
 #include "linear.h"
+#include "linear_tile.h"
+#include "with_type.h"
 
 namespace hf_paged {
 namespace avx512 {
@@ -60,15 +62,11 @@ INLINE void copy_rows(const PackArgs& a) {
 }
 
 void pack(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) pack_tokens<float>(a);
-  else if (a.x_dtype == DType::bf16) pack_tokens<bf16>(a);
-  else pack_tokens<f16>(a);
+  with_type(a.x_dtype, [&](auto x) { pack_tokens<decltype(x)>(a); });
 }
 
 void copy(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) copy_rows<float>(a);
-  else if (a.x_dtype == DType::bf16) copy_rows<bf16>(a);
-  else copy_rows<f16>(a);
+  with_type(a.x_dtype, [&](auto x) { copy_rows<decltype(x)>(a); });
 }
 
 INLINE Vec dot(Vec acc, __m512i a, __m512i b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
@@ -128,16 +126,6 @@ INLINE void step_many(const LinearTile& t, int first_row, float* sums) {
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; j++) store(sums + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
-}
-
-INLINE void turn(const float* sums, int num_columns, int num_tokens, float* out) {
-  for (int n = 0; n < num_columns; n += W)
-    for (int m = 0; m < num_tokens; m += W) {
-      Vec r[W];
-      for (int i = 0; i < W; i++) r[i] = load(sums + (n + i) * MAX_WIDTH + m);
-      transpose(r);
-      for (int i = 0; i < W; i++) store(out + (m + i) * COLUMNS + n, r[i]);
-    }
 }
 
 template <int VECS>

@@ -1,6 +1,8 @@
 // float32 arithmetic of linear.h for any weight dtype, written against vec_avx512.h or vec_avx2.h.
 #pragma once
 #include "linear.h"
+#include "linear_tile.h"
+#include "with_type.h"
 
 namespace hf_paged {
 namespace KERNEL_NAMESPACE {
@@ -46,15 +48,11 @@ INLINE void copy_rows(const PackArgs& a) {
 }
 
 static void pack(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) pack_tokens<float>(a);
-  else if (a.x_dtype == DType::bf16) pack_tokens<bf16>(a);
-  else pack_tokens<f16>(a);
+  with_type(a.x_dtype, [&](auto x) { pack_tokens<decltype(x)>(a); });
 }
 
 static void copy(const PackArgs& a) {
-  if (a.x_dtype == DType::f32) copy_rows<float>(a);
-  else if (a.x_dtype == DType::bf16) copy_rows<bf16>(a);
-  else copy_rows<f16>(a);
+  with_type(a.x_dtype, [&](auto x) { copy_rows<decltype(x)>(a); });
 }
 
 // Products are summed in chunks along k, and the chunks added up: rounding errors grow with the length of a sum.
@@ -112,17 +110,6 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
       }
     first += CHUNK;
   } while (first < t.k);
-}
-
-// sums [column][token] -> out [token][column]
-INLINE void turn(const float* sums, int num_columns, int num_tokens, float* out) {
-  for (int n = 0; n < num_columns; n += W)
-    for (int m = 0; m < num_tokens; m += W) {
-      Vec r[W];
-      for (int i = 0; i < W; i++) r[i] = load(sums + (n + i) * MAX_WIDTH + m);
-      transpose(r);
-      for (int i = 0; i < W; i++) store(out + (m + i) * COLUMNS + n, r[i]);
-    }
 }
 
 template <class T, int VECS>
