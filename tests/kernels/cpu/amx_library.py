@@ -111,7 +111,7 @@ class AmxLibrary:
     def linear(self, rows: list[np.ndarray], row_stride: int, packed: np.ndarray, k: int, width: int) -> np.ndarray:
         """Returns [width, columns of an item] for weight rows of k bf16 numbers and a packed block."""
         pointers = (ctypes.c_void_p * len(rows))(*(row.ctypes.data for row in rows))
-        out = np.full((MAX_WIDTH, self.columns), np.nan, dtype=np.float32)
+        out = np.full((self.columns, MAX_WIDTH), np.nan, dtype=np.float32)
         scratch, margin = _scratch(self.columns * (-(-k // 32) * 32) + 16 * 1024)
         self._library.linear_many(
             pointers,
@@ -124,7 +124,7 @@ class AmxLibrary:
             ctypes.c_void_p(scratch.ctypes.data),
         )
         assert np.isnan(margin).all(), "the kernel wrote beyond its scratch memory"
-        return out[:width]
+        return out[:, :width].T
 
     def attend(self, case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
         """Returns output [tokens, query heads, Dv] and log-sum-exp; NaN for rows that are not the item's."""

@@ -21,7 +21,7 @@ from hf_paged.kernels.cpu import building, isa, library
 from hf_paged.kernels.cpu.library import NativeStatus
 
 # What tells and chooses the instruction set: a library that is complete and takes few seconds.
-STAND_IN = ("dtype.h", "isa.cpp", "isa.h", "isa_probe.h", "isa_probe_avx512bf16.cpp", "op.h", "op_isa.cpp")
+STAND_IN = ("dtype.h", "isa.cpp", "isa.h", "isa_probe.h", "isa_probe_avx512bf16.cpp", "op.h", "op_isa.cpp", "team.h")
 VARIABLES = ("HF_PAGED_CPU_ISA", "HF_PAGED_CACHE", "XDG_CACHE_HOME", "CXX", "CC", "TMPDIR")
 # Logs every call; makes empty objects, and as the library a copy of one that was made before.
 FAKE_COMPILER = """#!/bin/sh

@@ -140,6 +140,45 @@ def test_layers_equal_the_same_in_plain_torch(level: str, name: str, dtype: torc
             assert float((ours.value_cache.float() - theirs.value_cache).norm()) < TOLERANCE[dtype] * 40
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("gated", (1, 0))
+@pytest.mark.parametrize("inner", (37, 130))
+@pytest.mark.parametrize("num_tokens", (1, 7, 16, 23, 64, 75, 263, 530))
+def test_an_mlp_of_any_width_over_any_number_of_tokens_equals_plain_torch(
+    level: str, num_tokens: int, inner: int, gated: int, dtype: torch.dtype
+):
+    torch.manual_seed(3)
+    shape = dataclasses.replace(PLAIN, residual_flow=3, has_attention=0, gated=gated)
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
+    for name, rows, columns in (("gate", inner, HIDDEN), ("up", inner, HIDDEN), ("down", HIDDEN, inner)):
+        if name != "gate" or gated:
+            tensors[f"{name}_weight"] = torch.randn(rows, columns, dtype=dtype) / columns**0.5
+            tensors[f"{name}_bias"] = torch.randn(rows, dtype=dtype)
+    layer, hidden = LayerArguments(shape, list(tensors.values())), torch.randn(num_tokens, HIDDEN, dtype=dtype)
+    result = decoder.decoder_layers(hidden, [layer], None, None, None)
+    expected = reference.decoder_layers(hidden.double(), [in_dtype(layer, torch.float64)], None, None, None)
+    errors, sizes = (result.double() - expected).norm(dim=1), expected.norm(dim=1)
+    assert bool((errors < TOLERANCE[dtype] * sizes).all())
+
+
+@pytest.mark.parametrize("name", [name for name, (numbers, _) in SHAPES.items() if numbers.get("residual_flow") != 3])
+def test_a_long_prompt_equals_the_same_in_plain_torch(level: str, name: str):
+    torch.manual_seed(4)
+    num_blocks, num_tokens = 42, 333
+    layers = [make_layer(name, torch.bfloat16) for _ in range(2)]
+    for layer in layers:
+        layer.key_cache = torch.zeros(num_blocks, PLAIN.num_kv_heads, BLOCK_SIZE, PLAIN.key_dim, dtype=torch.bfloat16)
+        layer.value_cache = torch.zeros_like(layer.key_cache)
+    in_float32 = [in_dtype(layer, torch.float32) for layer in layers]
+    table = np.random.default_rng(4).permutation(num_blocks).astype(np.int32)[None]
+    metadata = PagedAttentionMetadata.build(table, np.array([num_tokens]), np.array([num_tokens]), BLOCK_SIZE)
+    hidden, angle = torch.randn(num_tokens, HIDDEN, dtype=torch.bfloat16), torch.rand(num_tokens, 16) * 6
+    result = decoder.decoder_layers(hidden, layers, angle.cos(), angle.sin(), metadata)
+    expected = reference.decoder_layers(hidden.float(), in_float32, angle.cos(), angle.sin(), metadata)
+    errors, sizes = (result.float() - expected).norm(dim=1), (expected - hidden.float()).norm(dim=1)
+    assert bool((errors < 2 * TOLERANCE[torch.bfloat16] * sizes).all())
+
+
 def test_all_layers_at_once_equal_one_after_the_other(level: str):
     torch.manual_seed(2)
     layers = [make_layer(name, torch.float32) for name in ("llama", "window and sinks", "normed heads")]

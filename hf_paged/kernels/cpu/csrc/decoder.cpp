@@ -17,7 +17,7 @@ constexpr int64_t TOKENS_PER_ITEM = 8;  // of the operators that touch each numb
 template <class Work>
 void parallel_tokens(int64_t num_tokens, const Work& work) {
   const int64_t items = (num_tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM;
-  parallel_items(items, [&](int64_t i) {
+  Team::loop(items, [&](int64_t i) {
     const int64_t begin = i * TOKENS_PER_ITEM, end = begin + TOKENS_PER_ITEM;
     work(begin, end < num_tokens ? end : num_tokens);
   });
@@ -59,13 +59,21 @@ class Stack {
     DType dtype;
   };
 
+  // A block up to its last linear, which is run when it is known where to; an MLP's two linears are run together.
+  struct Block {
+    LinearArgs last, first;
+    bool has_first = false;
+
+    void run() const { has_first ? linear_pair(first, last) : linear(last); }
+  };
+
   void run_block(const DecoderLayer& layer) {
     const Rows in{c.hidden, c.hidden_stride, c.dtype};
-    LinearArgs last = layer.has_attention ? attention(layer, in) : mlp(layer, in);
-    last.y = c.output;
-    last.y_stride = c.output_size;
-    last.y_dtype = c.dtype;
-    linear(last);
+    Block block = layer.has_attention ? attention(layer, in) : mlp(layer, in);
+    block.last.y = c.output;
+    block.last.y_stride = c.output_size;
+    block.last.y_dtype = c.dtype;
+    block.run();
   }
 
   void run_layer(const DecoderLayer& layer) {
@@ -76,15 +84,15 @@ class Stack {
     const bool sequential = layer.flow == ResidualFlow::sequential;
     if (layer.has_attention) {
       norm(layer, layer.norm1, x, h, inner);
-      LinearArgs o = attention(layer, layer.norm1.present ? normed : plain);
+      Block o = attention(layer, layer.norm1.present ? normed : plain);
       if (!sequential && layer.has_mlp) {  // the MLP must still see x as it was
         float* sum = buffers->get(4, c.num_tokens * c.hidden_size);
-        into(o, sum, x, layer.residual_multiplier);
-        linear(o);
+        into(o.last, sum, x, layer.residual_multiplier);
+        o.run();
         if (layer.flow == ResidualFlow::parallel_two_norms) norm(layer, layer.norm2, x, h, inner);
-        LinearArgs down = mlp(layer, layer.norm1.present || layer.norm2.present ? normed : plain);
-        into(down, x, sum, layer.residual_multiplier);
-        linear(down);
+        Block down = mlp(layer, layer.norm1.present || layer.norm2.present ? normed : plain);
+        into(down.last, x, sum, layer.residual_multiplier);
+        down.run();
         return;
       }
       add(layer, o, layer.post_attention_norm);
@@ -106,15 +114,15 @@ class Stack {
   }
 
   // x += what a block's last linear gives, normed before it is added if the layer has such a norm.
-  void add(const DecoderLayer& layer, LinearArgs last, const NormWeights& post) {
+  void add(const DecoderLayer& layer, Block block, const NormWeights& post) {
     if (!post.present) {
-      into(last, x, x, layer.residual_multiplier);
-      linear(last);
+      into(block.last, x, x, layer.residual_multiplier);
+      block.run();
       return;
     }
-    float* y = buffers->get(0, c.num_tokens * c.hidden_size);
-    into(last, y, nullptr, 1);
-    linear(last);
+    float* y = buffers->get(4, c.num_tokens * c.hidden_size);
+    into(block.last, y, nullptr, 1);
+    block.run();
     norm(layer, post, y, y, DType::f32);
     const int64_t size = c.hidden_size;
     parallel_tokens(c.num_tokens, [&](int64_t begin, int64_t end) {
@@ -147,8 +155,7 @@ class Stack {
     parallel_tokens(num_tokens, [&](int64_t begin, int64_t end) { kernel(a, begin * a.inner, end * a.inner); });
   }
 
-  // Everything up to the output linear, which is returned for the caller to say where it goes.
-  LinearArgs attention(const DecoderLayer& layer, Rows in) {
+  Block attention(const DecoderLayer& layer, Rows in) {
     const int64_t q = layer.num_query_heads * layer.key_dim, k = layer.num_kv_heads * layer.key_dim;
     const int64_t v = layer.num_kv_heads * layer.value_dim, size = q + k + v;
     float* qkv = buffers->get(1, c.num_tokens * size);
@@ -187,9 +194,9 @@ class Stack {
     a.alibi_slopes = layer.alibi_slopes;
     attend(a, plan_of(a));
 
-    LinearArgs o = reading(layer, {out, out_size, a.output_dtype}, out_size);
-    o.parts[0] = layer.o;
-    return o;
+    Block block{reading(layer, {out, out_size, a.output_dtype}, out_size), {}};
+    block.last.parts[0] = layer.o;
+    return block;
   }
 
   // Layers of one shape and window share a plan.
@@ -247,23 +254,20 @@ class Stack {
     parallel_tokens(c.num_tokens, [&](int64_t begin, int64_t end) { rope_kernels().rope_store(r, begin, end); });
   }
 
-  // As `attention`: everything up to the last linear.
-  LinearArgs mlp(const DecoderLayer& layer, Rows in) {
+  Block mlp(const DecoderLayer& layer, Rows in) {
     const int64_t size = layer.up.num_rows;
-    float* between = buffers->get(3, c.num_tokens * size);
     LinearArgs first = reading(layer, in, c.hidden_size);
     first.gated = layer.gated;
     first.activation = layer.activation;
     first.parts[0] = layer.gated ? layer.gate : layer.up;
     first.parts[1] = layer.up;
     first.num_parts = layer.gated ? 2 : 1;
-    first.y = between;
+    first.y = buffers->get(3, (c.num_tokens < PAIR_ROWS ? c.num_tokens : PAIR_ROWS) * size);
     first.y_stride = size;
     first.y_dtype = inner;
-    linear(first);
-    LinearArgs down = reading(layer, {between, size, inner}, size);
-    down.parts[0] = layer.down;
-    return down;
+    Block block{reading(layer, {first.y, size, inner}, size), first, true};
+    block.last.parts[0] = layer.down;
+    return block;
   }
 
   LinearArgs reading(const DecoderLayer& layer, Rows in, int64_t k) const {
@@ -287,7 +291,7 @@ class Stack {
 }  // namespace
 
 void decoder_layers(const DecoderCall& call, const DecoderLayer* layers, int64_t num_layers) {
-  if (call.num_tokens > 0) Stack(call).run(layers, num_layers);
+  if (call.num_tokens > 0) Team::run([&] { Stack(call).run(layers, num_layers); });
 }
 
 }  // namespace hf_paged

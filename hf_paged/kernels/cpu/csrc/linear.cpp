@@ -12,7 +12,7 @@ namespace hf_paged {
 namespace {
 
 constexpr int64_t MIN_ITEMS_PER_THREAD = 4;
-constexpr int64_t TOKENS_PER_CALL = 256;  // packed activations of more would leave a core's cache, read again per item
+constexpr int64_t TOKENS_PER_CALL = PAIR_ROWS;  // packed activations of more would leave a core's cache, read again per item
 
 // Memory that a thread keeps: fresh pages would have to be faulted in at every call.
 float* scratch(std::vector<float>& kept, int64_t count) {
@@ -70,7 +70,8 @@ class Call {
     block_bytes = padded_k * kernels.max_width * element;
     few_bytes = split.num_few * padded_k * element;
     static thread_local std::vector<float> kept;
-    packed = (char*)scratch(kept, (num_blocks * block_bytes + few_bytes) / 4);
+    copied = (char*)scratch(kept, ((a.packed_x ? 0 : packed_bytes()) + few_bytes) / 4);
+    packed = a.packed_x ? a.packed_x : copied + few_bytes;
     for (int i = 0; i < a.num_parts; i++) num_columns += a.parts[i].num_rows;
     if (a.gated) num_columns = a.parts[0].num_rows;
     columns = COLUMNS;
@@ -78,16 +79,19 @@ class Call {
     while (columns > 16 && num_columns / columns < wanted) columns -= 16;
   }
 
+  // Of the blocks that it reads.
+  int64_t packed_bytes() const { return num_blocks * block_bytes; }
+
   void run() {
-    const int64_t num_groups = (split.num_many + kernels.lanes - 1) / kernels.lanes;
-    parallel_items(num_groups + (split.num_few > 0), [&](int64_t i) { i < num_groups ? pack_group(i) : copy_few(); });
+    const int64_t num_groups = a.packed_x ? 0 : (split.num_many + kernels.lanes - 1) / kernels.lanes;
+    Team::loop(num_groups + (split.num_few > 0), [&](int64_t i) { i < num_groups ? pack_group(i) : copy_few(); });
     // An item never crosses from one part into the next.
     std::vector<Item> items;
     int64_t first = 0;
     for (int p = 0; p < (a.gated ? 1 : a.num_parts); first += a.parts[p++].num_rows)
       for (int64_t row = 0; row < a.parts[p].num_rows; row += columns)
         items.push_back({p, row, first + row, (int)std::min<int64_t>(columns, a.parts[p].num_rows - row)});
-    parallel_items((int64_t)items.size(), [&](int64_t i) { compute(items[i]); });
+    Team::loop((int64_t)items.size(), [&](int64_t i) { compute(items[i]); });
   }
 
  private:
@@ -103,24 +107,26 @@ class Call {
     PackArgs p{a.x, a.x_stride, a.x_dtype, first, 0, a.k, nullptr, 0};
     p.count = std::min<int64_t>(kernels.lanes, split.num_many - first);
     p.width = width_of(std::min<int64_t>(kernels.max_width, split.num_many - start));
-    p.out = packed + block * block_bytes + (first - start) * 4;  // a token is a float, or a pair of bf16
+    p.out = (char*)packed + block * block_bytes + (first - start) * 4;  // a token is a float, or a pair of bf16
     kernels.pack(p);
   }
 
   void copy_few() const {
-    kernels.copy({a.x, a.x_stride, a.x_dtype, split.num_many, split.num_few, a.k, packed + num_blocks * block_bytes, padded_k});
+    kernels.copy({a.x, a.x_stride, a.x_dtype, split.num_many, split.num_few, a.k, copied, padded_k});
   }
 
   int64_t width_of(int64_t count) const { return (count + kernels.lanes - 1) / kernels.lanes * kernels.lanes; }
 
   void compute(const Item& item) const {
     static thread_local std::vector<float> kept;
-    constexpr int64_t tile_size = MAX_WIDTH * COLUMNS;
-    float* tile = scratch(kept, 2 * tile_size + (1 << 14) + COLUMNS * padded_k);
+    constexpr int64_t tile_size = MAX_WIDTH * COLUMNS, sums_size = MAX_WIDTH * (COLUMNS + 16);
+    float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + COLUMNS * padded_k);
+    float *sums = tile + 2 * tile_size, *rest = sums + 2 * sums_size;
+    const int64_t packed_y_bytes = (num_columns + 31) / 32 * 32 * kernels.max_width * (kernels.pairs ? 2 : 4);
     const void* rows[2][COLUMNS];
     float bias[2][COLUMNS];
     LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
-    LinearTile t{nullptr, item.num_columns, 0, a.k, nullptr, padded_k, 0, nullptr, tile + 2 * tile_size};
+    LinearTile t{nullptr, item.num_columns, 0, a.k, nullptr, padded_k, 0, nullptr, rest};
     int64_t strides[2];
     for (int i = 0; i < (a.gated ? 2 : 1); i++) {
       const LinearPart& part = a.parts[item.part + i];
@@ -132,18 +138,22 @@ class Call {
     for (int64_t block = 0; block <= num_blocks; block++) {
       const bool few = block == num_blocks;
       if (few && split.num_few == 0) break;
-      out.first_token = block * kernels.max_width;
-      if (few) out.first_token = split.num_many;
+      out.first_token = few ? split.num_many : block * kernels.max_width;
       out.num_tokens = few ? split.num_few : std::min<int64_t>(kernels.max_width, split.num_many - out.first_token);
-      t.x = packed + block * block_bytes;
-      t.num_tokens = (int)(few ? split.num_few : width_of(out.num_tokens));
+      const int64_t width = width_of(out.num_tokens);
+      t.x = few ? copied : packed + block * block_bytes;
+      t.num_tokens = (int)(few ? split.num_few : width);
+      out.tile = few || !a.packed_y ? tile : sums;
+      out.up_tile = few || !a.packed_y ? tile + tile_size : sums + sums_size;
       for (int i = 0; i < (a.gated ? 2 : 1); i++) {
         t.rows = rows[i];
         t.row_stride = strides[i];
-        t.out = tile + i * tile_size;
+        t.out = few ? tile + i * tile_size : sums + i * sums_size;
         (few ? kernels.few : kernels.many)[(int)a.weight_dtype](t);
+        if (!few && !a.packed_y) epilogue.turn(t.out, t.num_rows, width, tile + i * tile_size);
       }
-      epilogue.finish(a, out);
+      if (few || !a.packed_y) epilogue.finish(a, out);
+      else epilogue.pack(a, out, a.packed_y + block * packed_y_bytes, width, kernels.pairs);
     }
   }
 
@@ -156,28 +166,52 @@ class Call {
     return out;
   }
 
-  const LinearArgs& a;
+  const LinearArgs a;
   const LinearKernels& kernels;
   const LinearEpilogue& epilogue;
   const Split split;
   int64_t padded_k, num_blocks, block_bytes, few_bytes, num_columns = 0, columns;
-  char* packed;
+  const char* packed;
+  char* copied;
 };
+
+// Some of the tokens.
+LinearArgs part_of(const LinearArgs& args, int64_t first, int64_t count) {
+  const auto at = [first](const void* p, int64_t stride, DType dtype) {
+    return p ? (char*)p + first * stride * size_of(dtype) : nullptr;
+  };
+  LinearArgs part = args;
+  part.num_tokens = count;
+  part.x = at(args.x, args.x_stride, args.x_dtype);
+  part.residual = at(args.residual, args.residual_stride, args.residual_dtype);
+  part.y = at(args.y, args.y_stride, args.y_dtype);
+  return part;
+}
+
+template <class Work>
+void for_parts(int64_t num_tokens, const Work& work) {
+  Team::run([&] {
+    for (int64_t first = 0; first < num_tokens; first += TOKENS_PER_CALL)
+      work(first, std::min(num_tokens - first, TOKENS_PER_CALL));
+  });
+}
 
 }  // namespace
 
 void linear(const LinearArgs& args) {
-  const auto at = [](const void* p, int64_t first, int64_t stride, DType dtype) {
-    return p ? (char*)p + first * stride * size_of(dtype) : nullptr;
-  };
-  for (int64_t first = 0; first < args.num_tokens; first += TOKENS_PER_CALL) {
-    LinearArgs part = args;
-    part.num_tokens = std::min(args.num_tokens - first, TOKENS_PER_CALL);
-    part.x = at(args.x, first, args.x_stride, args.x_dtype);
-    part.residual = at(args.residual, first, args.residual_stride, args.residual_dtype);
-    part.y = at(args.y, first, args.y_stride, args.y_dtype);
-    Call(part).run();
-  }
+  for_parts(args.num_tokens, [&](int64_t first, int64_t count) { Call(part_of(args, first, count)).run(); });
+}
+
+void linear_pair(const LinearArgs& first, const LinearArgs& second) {
+  static thread_local std::vector<float> kept;
+  for_parts(first.num_tokens, [&](int64_t begin, int64_t count) {
+    LinearArgs a = part_of(first, begin, count), b = part_of(second, begin, count);
+    a.y = first.y;
+    b.x = second.x;
+    b.packed_x = a.packed_y = (char*)scratch(kept, Call(b).packed_bytes() / 4);
+    Call(a).run();
+    Call(b).run();
+  });
 }
 
 }  // namespace hf_paged

@@ -47,6 +47,9 @@ struct LinearArgs {
   void* y = nullptr;  // [num_tokens, all rows]
   int64_t y_stride = 0;
   DType y_dtype = DType::f32;
+  // Between two linears of `linear_pair`: blocks of tokens as `pack` makes them, instead of the same tokens in x or y.
+  const char* packed_x = nullptr;
+  char* packed_y = nullptr;
 };
 
 constexpr int COLUMNS = 48;        // output columns of a work item at most, a multiple of 16
@@ -63,7 +66,7 @@ struct LinearTile {
   const void* x;      // many: a packed block; few: rows of `x_stride` numbers, zero from k on
   int64_t x_stride;   // few only
   int num_tokens;     // many: the block's width; few: tokens, at most MAX_FEW_TOKENS
-  float* out;         // out[token * COLUMNS + column]
+  float* out;         // many: out[column * MAX_WIDTH + token]; few: out[token * COLUMNS + column]
   void* scratch;      // num_rows * k float32 and 64 KB more
 };
 
@@ -91,7 +94,7 @@ struct LinearKernels {
 
 // Sums of a chunk of columns, on their way into y. Biases are float32, COLUMNS of them.
 struct LinearOutput {
-  float* tile;           // [token][COLUMNS]; overwritten
+  float* tile;           // as `many` (for `pack`) or as `few` (for `finish`) leaves them; overwritten
   const float* up_tile;  // gated only
   const float* bias;     // or null
   const float* up_bias;
@@ -100,7 +103,9 @@ struct LinearOutput {
 };
 
 struct LinearEpilogue {
+  void (*turn)(const float* sums, int num_columns, int64_t num_tokens, float* out);  // from the order of many to that of few
   void (*finish)(const LinearArgs&, const LinearOutput&);
+  void (*pack)(const LinearArgs&, const LinearOutput&, void* block, int64_t width, bool pairs);  // of packed_y
 };
 
 extern const LinearKernels linear_avx2, linear_avx512, linear_avx512bf16, linear_amx;
@@ -121,5 +126,10 @@ inline const LinearEpilogue& linear_epilogue() {
 
 // Runs on torch's threads.
 void linear(const LinearArgs& args);
+
+// Two linears, the second of which reads nothing but what the first writes: an MLP. What lies between never becomes
+// rows; y of the first is memory for PAIR_ROWS of them at least, or for all if there are fewer.
+constexpr int64_t PAIR_ROWS = 256;
+void linear_pair(const LinearArgs& first, const LinearArgs& second);
 
 }  // namespace hf_paged

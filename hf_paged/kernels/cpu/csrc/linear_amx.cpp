@@ -34,7 +34,6 @@ INLINE void copy_row(const bf16* from, int64_t count, int64_t padded, bf16* to) 
 
 // Memory of a call, all of it inside LinearTile::scratch.
 struct Scratch {
-  float sums[tiles::COUNT][tiles::ROWS * W];
   bf16 x_tail[tiles::K * MAX_WIDTH];
   bf16 tails[COLUMNS / tiles::ROWS][tiles::ROWS * tiles::K];
 };
@@ -61,16 +60,6 @@ INLINE Rows rows_from(const LinearTile& t, int first_row, int64_t whole_k, bf16*
   for (int r = 0; r < tiles::ROWS && left; r++)
     copy_row(from[r < count ? r : 0] + whole_k, r < count ? left : 0, tiles::K, tail + r * tiles::K);
   return rows;
-}
-
-// [16 columns][16 tokens] -> 16 columns of 16 rows of `out`.
-INLINE void turn(const float* sums, float* out) {
-  Vec r[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) r[i] = load(sums + i * W);
-  transpose(r);
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) store(out + i * COLUMNS, r[i]);
 }
 
 template <int NT, int MT>
@@ -109,12 +98,11 @@ struct Block {
       for (int n = 0; n < NT; n++) w[n] = rows[n].tail, stride[n] = tiles::K;
       step(w, stride, s.x_tail + first_token * 2, width);
     }
+    float* out = t.out + first_row * MAX_WIDTH + first_token;
     tiles::each<NT * MT>([&](auto c) __attribute__((always_inline)) {
-      tiles::store<decltype(c)::value>(s.sums[decltype(c)::value], sizeof(float) * W);
+      constexpr int n = decltype(c)::value / MT, m = decltype(c)::value % MT;
+      tiles::store<decltype(c)::value>(out + n * W * MAX_WIDTH + m * W, sizeof(float) * MAX_WIDTH);
     });
-    float* out = t.out + first_token * COLUMNS + first_row;
-    for (int n = 0; n < NT; n++)
-      for (int m = 0; m < MT; m++) turn(s.sums[n * MT + m], out + m * W * COLUMNS + n * W);
   }
 };
 

@@ -3,7 +3,6 @@
 #include "vec_avx512.h"
 
 #include "linear.h"
-#include "linear_tile.h"
 #include "with_type.h"
 
 namespace hf_paged {
@@ -95,13 +94,13 @@ INLINE void multiply(const bf16* const* rows, const uint32_t* x, int64_t width, 
 }
 
 template <int ROWS, int VECS>
-INLINE void step_many(const LinearTile& t, int first_row, float* sums) {
+INLINE void step_many(const LinearTile& t, int first_row) {
   const bf16* rows[ROWS];
   const char* next[ROWS];
   for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r, last = t.num_rows - 1;
     rows[r] = (const bf16*)t.rows[row < last ? row : last];
-    next[r] = (const char*)t.rows[row + ROWS < last ? row + ROWS : last];
+    next[r] = (const char*)(row + ROWS <= last ? (const bf16*)t.rows[row + ROWS] : rows[r] + ROWS * t.k);
   }
   Vec acc[ROWS][VECS];
 #pragma GCC unroll 24
@@ -112,7 +111,7 @@ INLINE void step_many(const LinearTile& t, int first_row, float* sums) {
   const int64_t num_pairs = t.k / 2;
   int64_t i = 0;
   for (; i + PAIRS <= num_pairs; i += PAIRS) {
-    for (int r = 0; r < ROWS; r++) _mm_prefetch(next[r] + i * 4, _MM_HINT_T0);
+    for (int r = 0; r < ROWS; r++) _mm_prefetch(next[r] + i * 4, _MM_HINT_T1);
     multiply<ROWS, VECS>(rows, x, t.num_tokens, i, i + PAIRS, acc);
   }
   multiply<ROWS, VECS>(rows, x, t.num_tokens, i, num_pairs, acc);
@@ -125,14 +124,12 @@ INLINE void step_many(const LinearTile& t, int first_row, float* sums) {
 #pragma GCC unroll 24
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; j++) store(sums + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
+    for (int j = 0; j < VECS; j++) store(t.out + (first_row + r) * MAX_WIDTH + j * W, acc[r][j]);
 }
 
 template <int VECS>
 void many_of(const LinearTile& t) {
-  float* sums = (float*)t.scratch;
-  for (int row = 0; row < t.num_rows; row += rows_of(VECS)) step_many<rows_of(VECS), VECS>(t, row, sums);
-  turn(sums, t.num_rows, t.num_tokens, t.out);
+  for (int row = 0; row < t.num_rows; row += rows_of(VECS)) step_many<rows_of(VECS), VECS>(t, row);
 }
 
 void many(const LinearTile& t) {

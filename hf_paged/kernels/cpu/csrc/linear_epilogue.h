@@ -7,6 +7,17 @@
 namespace hf_paged {
 namespace KERNEL_NAMESPACE {
 
+// sums [column][token] -> out [token][column]
+static void turn(const float* sums, int num_columns, int64_t num_tokens, float* out) {
+  for (int n = 0; n < num_columns; n += W)
+    for (int64_t m = 0; m < num_tokens; m += W) {
+      Vec r[W];
+      for (int i = 0; i < W; i++) r[i] = load(sums + (n + i) * MAX_WIDTH + m);
+      transpose(r);
+      for (int i = 0; i < W; i++) store(out + (m + i) * COLUMNS + n, r[i]);
+    }
+}
+
 // tile = activation(tile + bias) [* (up_tile + up_bias)]; whole vectors, as tile and biases hold COLUMNS numbers.
 template <Activation A, bool GATED>
 static void activate_tile(const LinearOutput& o) {
@@ -25,28 +36,6 @@ static void activate_tile(const LinearOutput& o) {
     }
 }
 
-template <Activation A>
-INLINE void activate_with(const LinearArgs& a, const LinearOutput& o) {
-  if (a.gated) activate_tile<A, true>(o);
-  else activate_tile<A, false>(o);
-}
-
-INLINE void activate(const LinearArgs& a, const LinearOutput& o) {
-  switch (a.activation) {
-    case Activation::identity:
-      if (a.gated || o.bias) activate_with<Activation::identity>(a, o);
-      return;
-    case Activation::silu: return activate_with<Activation::silu>(a, o);
-    case Activation::gelu: return activate_with<Activation::gelu>(a, o);
-    case Activation::gelu_tanh: return activate_with<Activation::gelu_tanh>(a, o);
-    case Activation::quick_gelu: return activate_with<Activation::quick_gelu>(a, o);
-    case Activation::relu: return activate_with<Activation::relu>(a, o);
-    case Activation::relu2: return activate_with<Activation::relu2>(a, o);
-    case Activation::sigmoid: return activate_with<Activation::sigmoid>(a, o);
-    case Activation::tanh: return activate_with<Activation::tanh>(a, o);
-  }
-}
-
 template <class Residual, class Y>
 static void write_tile(const LinearArgs& a, const LinearOutput& o) {
   const Vec scale = set(a.residual_scale);
@@ -62,12 +51,72 @@ static void write_tile(const LinearArgs& a, const LinearOutput& o) {
   }
 }
 
+template <Activation A>
+struct Choice {
+  static constexpr Activation value = A;
+};
+
+template <class Use>
+INLINE void with_activation(Activation activation, const Use& use) {
+  switch (activation) {
+    case Activation::identity: return use(Choice<Activation::identity>());
+    case Activation::silu: return use(Choice<Activation::silu>());
+    case Activation::gelu: return use(Choice<Activation::gelu>());
+    case Activation::gelu_tanh: return use(Choice<Activation::gelu_tanh>());
+    case Activation::quick_gelu: return use(Choice<Activation::quick_gelu>());
+    case Activation::relu: return use(Choice<Activation::relu>());
+    case Activation::relu2: return use(Choice<Activation::relu2>());
+    case Activation::sigmoid: return use(Choice<Activation::sigmoid>());
+    case Activation::tanh: return use(Choice<Activation::tanh>());
+  }
+}
+
+// What a column gives for a vector of tokens.
+template <Activation A, bool GATED>
+INLINE Vec activated(const LinearOutput& o, int column, int64_t token) {
+  Vec x = load(o.tile + column * MAX_WIDTH + token);
+  if (o.bias) x = add(x, set(o.bias[column]));
+  x = activate<A>(x);
+  if (!GATED) return x;
+  Vec up = load(o.up_tile + column * MAX_WIDTH + token);
+  if (o.up_bias) up = add(up, set(o.up_bias[column]));
+  return mul(x, up);
+}
+
+template <Activation A, bool GATED>
+static void pack_tile(const LinearOutput& o, float* block, int64_t width, bool pairs) {
+  float* out = block + (pairs ? o.first_column / 2 : o.first_column) * width;
+  for (int n = 0; n < o.num_columns; n += pairs ? 2 : 1, out += width)
+    for (int64_t m = 0; m < width; m += W) {
+      const Vec x = activated<A, GATED>(o, n, m);
+      if (!pairs) store(out + m, x);
+      else store(out + m, bf16_pairs(x, n + 1 < o.num_columns ? activated<A, GATED>(o, n + 1, m) : zero()));
+    }
+}
+
+static void pack_output(const LinearArgs& a, const LinearOutput& o, void* block, int64_t width, bool pairs) {
+  with_activation(a.activation, [&](auto activation) {
+    if (a.gated) pack_tile<decltype(activation)::value, true>(o, (float*)block, width, pairs);
+    else pack_tile<decltype(activation)::value, false>(o, (float*)block, width, pairs);
+  });
+}
+
+INLINE void activate(const LinearArgs& a, const LinearOutput& o) {
+  if (a.activation == Activation::identity && !a.gated && !o.bias) return;
+  with_activation(a.activation, [&](auto activation) {
+    if (a.gated) activate_tile<decltype(activation)::value, true>(o);
+    else activate_tile<decltype(activation)::value, false>(o);
+  });
+}
+
 static void finish(const LinearArgs& a, const LinearOutput& o) {
   activate(a, o);
   with_type(a.y_dtype, [&](auto y) {
     with_type(a.residual_dtype, [&](auto residual) { write_tile<decltype(residual), decltype(y)>(a, o); });
   });
 }
+
+constexpr LinearEpilogue linear_epilogue_table = {turn, finish, pack_output};
 
 }  // namespace KERNEL_NAMESPACE
 }  // namespace hf_paged

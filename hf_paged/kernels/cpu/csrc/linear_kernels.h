@@ -1,7 +1,6 @@
 // float32 arithmetic of linear.h for any weight dtype, written against vec_avx512.h or vec_avx2.h.
 #pragma once
 #include "linear.h"
-#include "linear_tile.h"
 #include "with_type.h"
 
 namespace hf_paged {
@@ -76,9 +75,9 @@ INLINE void multiply(const float* const* rows, const float* x, int64_t width, in
   }
 }
 
-// A step of ROWS rows: widened to float32 into `wide`, multiplied, and transposed to out[token][column].
+// A step of ROWS rows: widened to float32 into `wide`, and multiplied.
 template <class T, int ROWS, int VECS>
-INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* sums) {
+INLINE void step_many(const LinearTile& t, int first_row, float* wide) {
   const float* rows[ROWS];
   for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r < t.num_rows ? first_row + r : t.num_rows - 1;
@@ -105,7 +104,7 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j++) {
-        float* sum = sums + (first_row + r) * MAX_WIDTH + j * W;
+        float* sum = t.out + (first_row + r) * MAX_WIDTH + j * W;
         store(sum, first ? add(load(sum), acc[r][j]) : acc[r][j]);
       }
     first += CHUNK;
@@ -113,21 +112,18 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide, float* su
 }
 
 template <class T, int VECS>
-static void many_of(const LinearTile& t, float* wide, float* sums) {
+static void many_of(const LinearTile& t) {
   constexpr int ROWS = rows_of(VECS);
-  for (int row = 0; row < t.num_rows; row += ROWS) step_many<T, ROWS, VECS>(t, row, wide, sums);
-  turn(sums, t.num_rows, t.num_tokens, t.out);
+  for (int row = 0; row < t.num_rows; row += ROWS) step_many<T, ROWS, VECS>(t, row, (float*)t.scratch);
 }
 
 template <class T>
 static void many(const LinearTile& t) {
-  float* sums = (float*)t.scratch;
-  float* wide = sums + (COLUMNS + W) * MAX_WIDTH;
   switch (t.num_tokens / W) {
-    case 1: return many_of<T, 1>(t, wide, sums);
-    case 2: return many_of<T, 2>(t, wide, sums);
-    case 3: return many_of<T, 3>(t, wide, sums);
-    default: return many_of<T, 4>(t, wide, sums);
+    case 1: return many_of<T, 1>(t);
+    case 2: return many_of<T, 2>(t);
+    case 3: return many_of<T, 3>(t);
+    default: return many_of<T, 4>(t);
   }
 }
 

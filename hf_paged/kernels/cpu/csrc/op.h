@@ -8,12 +8,12 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <atomic>
 #include <optional>
 #include <vector>
 
 #include "dtype.h"
 #include "isa.h"
+#include "team.h"
 
 namespace hf_paged {
 
@@ -26,20 +26,6 @@ inline DType dtype_of(const Tensor& tensor) {
     case torch::headeronly::ScalarType::Half: return DType::f16;
     default: STD_TORCH_CHECK(false, "hf_paged: only float32, bfloat16 and float16 are implemented"); return DType::f32;
   }
-}
-
-// Runs work(item) for each of `count` items on torch's threads, the next free thread taking the next item.
-template <class Work>
-inline void parallel_items(int64_t count, const Work& work) {
-  const int64_t threads = torch::stable::get_num_threads();
-  if (count <= 1 || threads <= 1) {
-    for (int64_t item = 0; item < count; item++) work(item);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads < count ? threads : count, 1, [&](int64_t, int64_t) {
-    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(item);
-  });
 }
 
 }  // namespace hf_paged

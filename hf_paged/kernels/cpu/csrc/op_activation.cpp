@@ -39,7 +39,7 @@ Tensor apply(const Tensor& gate, const OptionalTensor& up, int64_t activation) {
   if (rows == 0 || args.size == 0) return y;
   const int64_t per_item = args.size >= numbers_per_item ? 1 : numbers_per_item / args.size;
   const auto kernel = activation_kernels().apply;
-  parallel_items((rows + per_item - 1) / per_item, [&](int64_t item) {
+  Team::loop((rows + per_item - 1) / per_item, [&](int64_t item) {
     const int64_t begin = item * per_item, end = begin + per_item;
     kernel(args, begin, end < rows ? end : rows);
   });

@@ -59,7 +59,7 @@ void attend(const AttentionArgs& args, const AttentionPlan& plan) {
   const int64_t counters = plan.total_parts ? plan.positions.size() * args.num_kv_heads : 0;
   std::vector<std::atomic<int32_t>> done(counters);
   const int64_t group = args.num_query_heads / args.num_kv_heads;
-  parallel_items(plan.pieces.size(), [&](int64_t index) {
+  Team::loop(plan.pieces.size(), [&](int64_t index) {
     const AttentionItem item = item_of(args, plan, plan.pieces[index], partials);
     run_item(kernels, args, item);
     if (!item.partials) return;
@@ -68,7 +68,7 @@ void attend(const AttentionArgs& args, const AttentionPlan& plan) {
       if (done[token * args.num_kv_heads + item.kv_head].fetch_add(1) + 1 < parts * plan.pieces_per_part) continue;
       kernels.merge(args, partials, plan.first_parts[token], parts, token, item.kv_head * group, group);
     }
-  });
+  }, Take::one);
 }
 
 namespace {

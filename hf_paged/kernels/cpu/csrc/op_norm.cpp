@@ -56,7 +56,7 @@ NormArgs arguments(const Tensor& x, const Tensor& y, const OptionalTensor& weigh
 void run(const NormArgs& args, int64_t rows, Norm norm) {
   if (rows == 0 || args.size == 0) return;
   const int64_t per_item = args.size >= numbers_per_item ? 1 : numbers_per_item / args.size;
-  parallel_items((rows + per_item - 1) / per_item, [&](int64_t item) {
+  Team::loop((rows + per_item - 1) / per_item, [&](int64_t item) {
     const int64_t begin = item * per_item, end = begin + per_item;
     norm(args, begin, end < rows ? end : rows);
   });

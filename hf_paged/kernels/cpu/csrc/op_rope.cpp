@@ -99,7 +99,7 @@ void run(const RopeStoreArgs& args, int64_t tokens) {
   if (tokens == 0 || numbers == 0) return;
   const int64_t per_item = numbers >= numbers_per_item ? 1 : numbers_per_item / numbers;
   const auto kernel = rope_kernels().rope_store;
-  parallel_items((tokens + per_item - 1) / per_item, [&](int64_t item) {
+  Team::loop((tokens + per_item - 1) / per_item, [&](int64_t item) {
     const int64_t begin = item * per_item, end = begin + per_item;
     kernel(args, begin, end < tokens ? end : tokens);
   });

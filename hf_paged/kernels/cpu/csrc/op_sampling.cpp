@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> argmax_tokens(Tensor scores) {
   float* values = mutable_data<float>(best);
   int64_t* columns = mutable_data<int64_t>(tokens);
   const SamplingKernels& kernels = sampling_kernels();
-  parallel_items(count, [&](int64_t row) { kernels.best(rows, row, values + row, columns + row); });
+  Team::loop(count, [&](int64_t row) { kernels.best(rows, row, values + row, columns + row); });
   return {tokens, best};
 }
 
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> draw_tokens(Tensor scores, Tensor settings, Tensor un
   float* values = mutable_data<float>(best);
   int64_t* columns = mutable_data<int64_t>(tokens);
   const SamplingKernels& kernels = sampling_kernels();
-  parallel_items(count, [&](int64_t row) {
+  Team::loop(count, [&](int64_t row) {
     kernels.draw(rows, row, drawn[row], numbers[row], scratch_of(rows.size), values + row, columns + row);
   });
   return {tokens, best};
@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor> measure_tokens(Tensor scores, Tensor tokens) {
   float* sums = mutable_data<float>(log_sums);
   int64_t* larger = mutable_data<int64_t>(num_larger);
   const SamplingKernels& kernels = sampling_kernels();
-  parallel_items(count, [&](int64_t row) { kernels.measure(rows, row, columns[row], sums + row, larger + row); });
+  Team::loop(count, [&](int64_t row) { kernels.measure(rows, row, columns[row], sums + row, larger + row); });
   return {log_sums, num_larger};
 }
 
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor> largest_tokens(Tensor scores, int64_t k) {
   float* values = mutable_data<float>(best);
   int64_t* columns = mutable_data<int64_t>(tokens);
   const SamplingKernels& kernels = sampling_kernels();
-  parallel_items(count, [&](int64_t row) {
+  Team::loop(count, [&](int64_t row) {
     kernels.largest(rows, row, k, scratch_of(rows.size), values + row * k, columns + row * k);
   });
   return {best, tokens};

@@ -65,13 +65,20 @@ INLINE Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first(n));
 INLINE Vec load(const bf16* p, int n) { return widen(load_some(p, n)); }
 INLINE Vec load(const f16* p, int n) { return _mm256_cvtph_ps(load_some(p, n)); }
 
-INLINE __m128i narrow(Vec x) {
+INLINE __m256i rounded(Vec x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  r = _mm256_srli_epi32(_mm256_blendv_epi8(r, _mm256_or_si256(u, _mm256_set1_epi32(0x00400000)), nan), 16);
+  return _mm256_blendv_epi8(r, _mm256_or_si256(u, _mm256_set1_epi32(0x00400000)), nan);
+}
+INLINE __m128i narrow(Vec x) {
+  const __m256i r = _mm256_srli_epi32(rounded(x), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+}
+INLINE Vec bf16_pairs(Vec first, Vec second) {
+  const __m256i high = _mm256_and_si256(rounded(second), _mm256_set1_epi32((int)0xffff0000));
+  return _mm256_castsi256_ps(_mm256_or_si256(_mm256_srli_epi32(rounded(first), 16), high));
 }
 INLINE void store_some(void* p, __m128i x, int n) {
   uint16_t some[W];

@@ -59,14 +59,19 @@ INLINE Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), 
 INLINE Vec load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
 INLINE Vec load(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 
-// Round to nearest even; a NaN stays one.
-INLINE __m256i narrow(Vec x) {
+// To the nearest bf16, the even one of two, in the upper half of each lane; a NaN stays one.
+INLINE __m512i rounded(Vec x) {
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x00400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+  return _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x00400000));
+}
+INLINE __m256i narrow(Vec x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(x), 16)); }
+// Pairs of bf16, one in a lane.
+INLINE Vec bf16_pairs(Vec first, Vec second) {
+  const __m512i high = _mm512_and_si512(rounded(second), _mm512_set1_epi32((int)0xffff0000));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(rounded(first), 16), high));
 }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 INLINE void store(bf16* p, Vec x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
