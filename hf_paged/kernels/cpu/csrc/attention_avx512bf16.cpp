@@ -36,11 +36,8 @@ struct DotMath {
     }
   }
 
-  INLINE void pack_weights(float* row, int size) {
-    for (int key = 0; key < size; key += 2 * W) {
-      const Vec low = load(row + key), high = load(row + key + W);
-      _mm512_storeu_si512(row + key / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
+  INLINE void store_weights(float* row, int j, Vec x, Vec next) {
+    _mm512_storeu_si512(row + j / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(next, x));
   }
 
   INLINE void pack_values(float* out, const bf16* const* values, int size) {

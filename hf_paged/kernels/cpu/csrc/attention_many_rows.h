@@ -4,8 +4,9 @@
 //   for each chunk of 128 keys:
 //     keys             [element of key_dim][128 keys]     copied transposed, so that vectors run along the keys
 //     values           [element of 128 keys][value_dim]   copied widened, zeros for keys past the end
-//     scores           [row][128 keys] = queries^T keys   then weights, in place
-//     sums             [row][value_dim] += weights values
+//     for each group of 12 rows (6 with AVX2):
+//       scores         [row][128 keys] = queries^T keys   then weights, in place
+//       sums           [row][value_dim] += weights values
 //
 // An element is 32 bits: a float32 number, or with DotMath two bfloat16 numbers of the summed dimension.
 #pragma once
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int MANY_KEYS = 128;              // keys of a chunk
 constexpr int ROW_UNIT = W == 16 ? 4 : 2;   // rows are multiplied 3, 2 or 1 units at a time
+constexpr int GROUP = 3 * ROW_UNIT;
 
 // out[r][c] (+)= sum over n elements e of left[r * LEFT_ROW + e * LEFT_STEP] * right[e * right_stride + c], for R rows
 // and C vectors of columns.
@@ -86,7 +88,7 @@ struct ManyRowsScratch {
     m.scores = m.values + MANY_KEYS / Math::PER_ELEMENT * m.value_stride;
     // Queries pass through the scores' place, W at a time, before there are scores.
     const int64_t passing = W * m.elements;
-    m.sums = m.scores + (passing > MANY_ROWS * MANY_KEYS ? passing : MANY_ROWS * MANY_KEYS);
+    m.sums = m.scores + (passing > GROUP * MANY_KEYS ? passing : GROUP * MANY_KEYS);
     return m;
   }
   int64_t size(const float* scratch) const { return sums + MANY_ROWS * value_stride - scratch; }
@@ -163,7 +165,7 @@ INLINE void pack_all_values(const AttentionArgs& args, const int64_t* slots, int
 struct Rows {
   int num_rows;
   int64_t positions[MANY_ROWS], first_position, last_position;
-  float highest[MANY_ROWS], weights[MANY_ROWS];
+  float highest[MANY_ROWS + W], weights[MANY_ROWS + W];  // a vector may begin at any row
   const float* slopes[MANY_ROWS];
 
   Rows(const AttentionArgs& args, const AttentionItem& item) {
@@ -178,31 +180,26 @@ struct Rows {
         slopes[num_rows] = args.alibi_slopes ? args.alibi_slopes + item.first_head + head : nullptr;
       }
     }
-    for (int row = 0; row < MANY_ROWS; row++) highest[row] = LOWEST, weights[row] = 0;
+    for (int row = 0; row < MANY_ROWS + W; row++) highest[row] = LOWEST, weights[row] = 0;
   }
 };
 
+// The rows first ... first + count - 1, at most W, whose scores lie at the beginning of theirs.
 template <class Math>
-INLINE void soften_rows(const AttentionArgs& args, const ManyRowsScratch& memory, int key, int n,
+INLINE void soften_rows(const AttentionArgs& args, const ManyRowsScratch& memory, int first, int count, int key, int n,
                         const Scoring& scoring, Rows& rows) {
   const bool window_ends = args.window > 0 && rows.last_position - args.window >= key;
   const bool all_visible = n == MANY_KEYS && rows.first_position + 1 >= key + n && !window_ends;
-  for (int first = 0; first < rows.num_rows; first += W) {
-    const int count = at_most(W, rows.num_rows - first);
-    float factors[W], *scores = memory.scores + first * MANY_KEYS;
-    const auto view = [&](int i) __attribute__((always_inline)) {
-      const int64_t position = rows.positions[first + i];
-      const Visible seen = all_visible ? Visible{0, n} : visible(args, position, key, n);
-      return RowView{seen, rows.slopes[first + i], (float)(key - position)};
-    };
-    soften_group<MANY_KEYS / W>(scores, MANY_KEYS, count, scoring, view, rows.highest + first, rows.weights + first,
-                                factors);
-    for (int i = 0; i < count; i++) {
-      Math::pack_weights(scores + i * MANY_KEYS, MANY_KEYS);
-      if (factors[i] != 1)
-        rescale(memory.sums + (first + i) * memory.value_stride, memory.value_stride, factors[i]);
-    }
-  }
+  float factors[W];
+  const auto view = [&](int i) __attribute__((always_inline)) {
+    const int64_t position = rows.positions[first + i];
+    const Visible seen = all_visible ? Visible{0, n} : visible(args, position, key, n);
+    return RowView{seen, rows.slopes[first + i], (float)(key - position)};
+  };
+  soften_group<Math, MANY_KEYS / W>(memory.scores, MANY_KEYS, count, scoring, view, rows.highest + first,
+                                    rows.weights + first, factors);
+  for (int i = 0; i < count; i++)
+    if (factors[i] != 1) rescale(memory.sums + (first + i) * memory.value_stride, memory.value_stride, factors[i]);
 }
 
 template <class Math>
@@ -221,12 +218,16 @@ void many_rows(const AttentionArgs& args, const AttentionItem& item, float* scra
     walk.next(slots, n, MANY_KEYS);
     pack_keys<Math>(args, slots, n, memory.keys);
     pack_all_values<Math>(args, slots, n, memory);
-    multiply<Math, 1, MANY_ROWS, false>(memory.query, memory.keys, MANY_KEYS, elements, memory.scores, MANY_KEYS,
-                                        padded_rows, (int)round_up(n, W));
-    soften_rows<Math>(args, memory, key, n, scoring, rows);
-    multiply<Math, MANY_KEYS, 1, true>(memory.scores, memory.values, value_stride,
-                                       (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT, memory.sums, value_stride,
-                                       padded_rows, value_stride);
+    // A few rows from scores to sums, so that all that they need stays in the first cache.
+    for (int row = 0; row < padded_rows; row += GROUP) {
+      const int count = at_most(padded_rows - row, GROUP);
+      multiply<Math, 1, MANY_ROWS, false>(memory.query + row, memory.keys, MANY_KEYS, elements, memory.scores,
+                                          MANY_KEYS, count, (int)round_up(n, W));
+      soften_rows<Math>(args, memory, row, at_most(rows.num_rows - row, GROUP), key, n, scoring, rows);
+      multiply<Math, MANY_KEYS, 1, true>(memory.scores, memory.values, value_stride,
+                                         (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT,
+                                         memory.sums + row * value_stride, value_stride, count, value_stride);
+    }
   }
   for (int row = 0; row < rows.num_rows; row++)
     hand_over(args, item, row, {rows.highest[row], rows.weights[row]}, memory.sums + row * value_stride);

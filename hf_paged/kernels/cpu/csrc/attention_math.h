@@ -28,8 +28,11 @@ struct FloatMath {
     });
   }
 
-  // Weights of one row for `size` keys, in place.
-  INLINE void pack_weights(float*, int) {}
+  // The j-th vector of a row's weights and the next one, in place.
+  INLINE void store_weights(float* row, int j, Vec x, Vec next) {
+    store(row + j * W, x);
+    store(row + (j + 1) * W, next);
+  }
 
   // Values of PER_ELEMENT keys as elements of W columns each, zeros beyond `size` columns; null: zeros.
   INLINE void pack_values(float* out, const T* const* values, int size) {

@@ -80,6 +80,9 @@ struct Scoring {
       : scale(args.softcap > 0 ? args.scale : args.scale * LOG2_E), cap(args.softcap * LOG2_E),
         inverse_cap(args.softcap > 0 ? 1 / args.softcap : 0), capped(args.softcap > 0) {}
 
+  // Whether a greater dot product is a greater score, and nothing but a factor lies between them.
+  bool scales_only(const float* slope) const { return !capped && !slope && scale >= 0; }
+
   // `distance`: of the first of these keys from the query, negative where the key lies before it.
   __attribute__((always_inline)) Vec score(Vec dot, const float* slope, float distance) const {
     Vec x = mul(dot, set(scale));
@@ -136,22 +139,23 @@ struct RowView {
 
 // The same for up to W rows at once, `N * W` keys each, rows `stride` apart: their highest scores and sums of weights
 // are found together, by transposing. `view(i)` tells about row i; factors[i] becomes the factor for its earlier sums.
-template <int N, class View>
+// Weights are stored as Math's elements.
+template <class Math, int N, class View>
 INLINE void soften_group(float* scores, int64_t stride, int num_rows, const Scoring& scoring, const View& view,
                          float* highest_scores, float* weights, float* factors) {
   Vec gathered[W];
   for (int i = 0; i < num_rows; i++) {
     const RowView row = view(i);
-    const bool whole = row.seen.low == 0 && row.seen.high == N * W;
+    const bool whole = row.seen.low == 0 && row.seen.high == N * W, scaled_only = scoring.scales_only(row.slope);
     Vec top = set(LOWEST);
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
-      Vec x = scoring.score(load(scores + i * stride + j * W), row.slope, row.distance + j * W);
+      Vec x = load(scores + i * stride + j * W);
+      if (!scaled_only) store(scores + i * stride + j * W, x = scoring.score(x, row.slope, row.distance + j * W));
       if (!whole) x = hide(x, row.seen, j, set(LOWEST));
-      store(scores + i * stride + j * W, x);
       top = max(top, x);
     }
-    gathered[i] = top;
+    gathered[i] = scaled_only ? max(mul(top, set(scoring.scale)), set(LOWEST)) : top;
   }
   for (int i = num_rows; i < W; i++) gathered[i] = set(LOWEST);
   transpose(gathered);
@@ -163,17 +167,21 @@ INLINE void soften_group(float* scores, int64_t stride, int num_rows, const Scor
   const Vec factor = exp2(sub(before, now));  // exactly 1 where nothing changed
   store(factors, factor);
   for (int i = 0; i < num_rows; i++) {
-    const Visible seen = view(i).seen;
-    const bool whole = seen.low == 0 && seen.high == N * W;
-    Vec total = zero();
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) {
-      Vec x = exp2(sub(load(scores + i * stride + j * W), set(highest_scores[i])));
-      if (!whole) x = hide(x, seen, j, zero());
-      store(scores + i * stride + j * W, x);
-      total = add(total, x);
+    const RowView row = view(i);
+    const bool whole = row.seen.low == 0 && row.seen.high == N * W;
+    const Vec scale = set(scoring.scales_only(row.slope) ? scoring.scale : 1.f), shift = set(-highest_scores[i]);
+    Vec totals[2] = {zero(), zero()};
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j += 2) {
+      Vec x[2];
+      for (int k = 0; k < 2; k++) {
+        x[k] = exp2(fma(load(scores + i * stride + (j + k) * W), scale, shift));
+        if (!whole) x[k] = hide(x[k], row.seen, j + k, zero());
+        totals[k] = add(totals[k], x[k]);
+      }
+      Math::store_weights(scores + i * stride, j, x[0], x[1]);
     }
-    gathered[i] = total;
+    gathered[i] = add(totals[0], totals[1]);
   }
   for (int i = num_rows; i < W; i++) gathered[i] = zero();
   store(weights, fma(load(weights), factor, sums(gathered)));
