@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -105,7 +106,7 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torc
 
 
 def move_weights_to_huge_pages(model: torch.nn.Module) -> int:
-    """Moves a model's parameters and buffers on a CPU to huge pages, one after the other.
+    """Moves a model's parameters and buffers on a CPU to huge pages, as many at a time as torch has threads.
 
     Each keeps a storage of its own, so that saving one never sees the others; tied tensors stay tied.
 
@@ -125,12 +126,18 @@ def move_weights_to_huge_pages(model: torch.nn.Module) -> int:
     except OSError as error:
         logger.info("Weights stay on ordinary pages: no huge pages (%s).", error)
         return 0
-    with torch.no_grad():
-        for tensor in tensors:
-            moved = region.carve(tuple(tensor.shape), tensor.dtype)
-            moved.copy_(tensor)
-            tensor.data = moved
+    places = [region.carve(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    # Most of the time goes into pages, of the file and of the region, that the system makes on first touch.
+    with concurrent.futures.ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(_move, tensors, places):
+            pass
     return total
+
+
+def _move(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    with torch.no_grad():  # which holds for one thread
+        place.copy_(tensor)
+    tensor.data = place
 
 
 def _movable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
