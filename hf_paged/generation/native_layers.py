@@ -21,7 +21,7 @@ from ..modeling.layer_groups import LayerGroup
 from ..modeling.patterns.plain import DTYPES
 from .native_calls import NativeCalls
 from .native_inspection import inspect
-from .native_operators import Operators, native_operators
+from .native_operators import Operators, native_operators, triton_operators
 from .native_units import Inspection, Unit
 from .native_watch import ObstacleWatch, StructureWatch, TensorWatch, holders_of, is_compiled
 from .plan import EnginePlan
@@ -212,9 +212,13 @@ def native_layers(
             What was decided for the engine.
     """
     layers = [layer for group in groups for layer in group.layers]
-    if plan.batch_invariant or any(layer.device.type != "cpu" or layer.dtype not in DTYPES for layer in layers):
+    if plan.batch_invariant or any(layer.dtype not in DTYPES for layer in layers):
         return None
-    operators = native_operators()
+    device_types = {layer.device.type for layer in layers}
+    if device_types == {"cuda"}:
+        operators = triton_operators(backend)
+    else:
+        operators = native_operators() if device_types == {"cpu"} else None
     if operators is None:
         return None
     return NativeLayers(

@@ -1,4 +1,4 @@
-"""The operators that native layers run on: those of the native library, or the same in plain torch."""
+"""The operators that native layers run on: the native library's, Triton's on GPUs, or the same in plain torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.base import PagedAttentionBackend
 from ..kernels.cpu import decoder, library, linear, norms
 from ..kernels.cpu.decoder import LayerArguments
 from ..kernels.metadata import PagedAttentionMetadata
+from ..kernels.triton import device
 from ..modeling.patterns import reference
 from ..modeling.patterns.recipe import NormKind
 
@@ -71,6 +73,28 @@ def native_operators() -> Operators | None:
     if not (library.load() and norms.load() and linear.load()):
         return None
     return Operators("native", decoder.decoder_layers, linear.linear, _norm)
+
+
+def triton_operators(backend: PagedAttentionBackend) -> Operators | None:
+    """Returns the operators for models on a GPU, or `None` where Triton's kernels do not run.
+
+    Args:
+        backend (`PagedAttentionBackend`):
+            The attention backend of the engine, by which their layers attend.
+    """
+    if device.unavailable_reason() is not None:
+        return None
+    # Triton takes long to import and is not needed on a CPU.
+    from ..kernels.triton.norms import Norm, normalized
+    from ..kernels.triton.operators import TritonLayers
+
+    def norm(
+        x: torch.Tensor, kind: NormKind, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
+    ) -> torch.Tensor:
+        return normalized(x, Norm(kind, weight, bias, eps, offset))
+
+    # Linears that stand alone are torch's, as they are.
+    return Operators("triton", TritonLayers(backend), norm=norm)
 
 
 def _norm(

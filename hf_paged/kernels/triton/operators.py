@@ -1,0 +1,221 @@
+"""Decoder layers on a GPU: torch's linears, Triton for what lies between them.
+
+    hidden ┐
+           + -> norm -> q, k, v -> rope, store -> attention -> o -> + -> norm -> gate, up -> activation -> down -> +
+    of the layer before ^                                           one launch                             of the next
+
+Weights that are views of one, side by side, are multiplied with in one linear. Sums, their norms, and a norm of what is
+added are one launch, across the border between two layers as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..base import PagedAttentionBackend
+from ..cpu.decoder import TENSORS, LayerArguments
+from ..cpu.rope import Pairs, RopeLayout
+from ..metadata import PagedAttentionMetadata
+from .activations import activation, gated_activation
+from .cache import rope_store
+from .fused_weights import linear, linears
+from .launching import check
+from .layer_cache import LayerCache
+from .norms import Norm, add_normalized, normalized
+
+PAIRS: tuple[Pairs, ...] = ("half", "interleaved", "interleaved_to_half")
+SEQUENTIAL, PARALLEL_ONE_NORM, PARALLEL_TWO_NORMS, BLOCK_ALONE = range(4)  # flows of the residual
+PER_HEAD, FULL_WIDTH = 1, 2  # over what queries and keys are normed
+Tables = tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Branch:
+    """What is yet to be added to the residual."""
+
+    states: torch.Tensor
+    before: Norm | None
+    multiplier: float
+    other: torch.Tensor | None = None
+
+    def added(self, residual: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_normalized(
+            self.states, residual, norm, before=self.before, other=self.other, multiplier=self.multiplier
+        )
+
+
+class TritonLayers:
+    """Runs decoder layers, attention blocks and MLPs, as `modeling/patterns/reference.py` says.
+
+    Args:
+        backend (`PagedAttentionBackend`):
+            What attends.
+    """
+
+    def __init__(self, backend: PagedAttentionBackend):
+        self._backend = backend
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[LayerArguments],
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        metadata: PagedAttentionMetadata | None,
+    ) -> torch.Tensor:
+        """Runs layers one after the other; stores their K/V.
+
+        Args:
+            hidden (`torch.Tensor`):
+                `[tokens, hidden_size]`, float32, bfloat16 or float16, of the weights' dtype.
+            layers (`Sequence[LayerArguments]`):
+                The layers, or one block alone.
+            cos (`torch.Tensor`, *optional*):
+                `[tokens, n]`, shared by all layers that rotate.
+            sin (`torch.Tensor`, *optional*):
+                The same.
+            metadata (`PagedAttentionMetadata`, *optional*):
+                Lengths and block tables; none if no layer has attention.
+
+        Returns:
+            `torch.Tensor`: `[tokens, hidden_size]` in the dtype of `hidden`, in which it is between layers, too.
+
+        Raises:
+            NotSupportedError: If a shape or dtype is none that the kernels take.
+        """
+        angles = None if cos is None or sin is None else (cos, sin)
+        branch: _Branch | None = None
+        for arguments in layers:
+            layer = _Layer(arguments, self._backend, angles, metadata)
+            if layer.shape.is_block:
+                return layer.attention(hidden) if layer.shape.has_attention else layer.mlp(hidden)
+            hidden, branch = layer.run(hidden, branch)
+        return hidden if branch is None else branch.added(hidden, None)[1]
+
+
+class _Layer:
+    """One layer's computation."""
+
+    def __init__(
+        self,
+        arguments: LayerArguments,
+        backend: PagedAttentionBackend,
+        angles: Tables,
+        metadata: PagedAttentionMetadata | None,
+    ):
+        self.shape = arguments.shape
+        self._arguments = arguments
+        self._tensors = dict(zip(TENSORS, arguments.tensors, strict=True))
+        self._backend = backend
+        self._angles = angles
+        self._metadata = metadata
+
+    def run(self, residual: torch.Tensor, branch: _Branch | None) -> tuple[torch.Tensor, _Branch | None]:
+        """Returns the residual and what is yet to be added to it."""
+        shape, norm1 = self.shape, self._norm("norm1")
+        if shape.residual_flow == SEQUENTIAL:
+            if shape.has_attention:
+                states, residual = _entered(norm1, residual, branch)
+                branch = self._branch(self.attention(states), "post_attention_norm")
+            if shape.has_mlp:
+                states, residual = _entered(self._norm("norm2"), residual, branch)
+                branch = self._branch(self.mlp(states), "post_mlp_norm")
+            return residual, branch
+        has_norms_after = any(self._norm(name) for name in ("post_attention_norm", "post_mlp_norm"))
+        check(not has_norms_after, "attention and MLP side by side have no norms after them.")
+        states, residual = _entered(norm1, residual, branch)
+        attended = self.attention(states)
+        if shape.residual_flow == PARALLEL_TWO_NORMS:
+            states = _entered(self._norm("norm2"), residual, None)[0]
+        return residual, _Branch(self.mlp(states), None, shape.residual_multiplier, attended)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the attention block makes of `[tokens, hidden_size]`."""
+        shape, tensors, metadata = self.shape, self._tensors, self._metadata
+        key_cache, value_cache = self._arguments.key_cache, self._arguments.value_cache
+        assert metadata is not None and key_cache is not None and value_cache is not None, "attention needs blocks"
+        query, key, value = self._project(x)
+        norms = self._qk_norms()
+        if norms is not None and shape.qk_norm_kind == FULL_WIDTH:
+            query, key = (
+                normalized(part.flatten(1), norm).view(part.shape)
+                for part, norm in zip((query, key), norms, strict=True)
+            )
+            norms = None
+        query = rope_store(
+            query, key, value, self._angles if shape.rope_layout else None, self._rope_layout(),
+            LayerCache(key_cache, value_cache), metadata.slot_mapping, norms,
+        )  # fmt: skip
+        output = self._backend.attend(
+            query,
+            key_cache,
+            value_cache,
+            metadata,
+            scale=shape.scale,
+            window=None if shape.window < 0 else shape.window,
+            softcap=shape.softcap or None,
+            sinks=tensors["sinks"],
+            alibi_slopes=tensors["alibi_slopes"],
+        )
+        assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
+        return linear(output.flatten(1), tensors["o_weight"], tensors["o_bias"])
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the MLP makes of `[tokens, hidden_size]`."""
+        if self.shape.gated:
+            gate, up = linears(x, *self._parts("gate", "up"))
+            states = gated_activation(gate, up, self.shape.activation)
+        else:
+            states = activation(linear(x, *(part[0] for part in self._parts("up"))), self.shape.activation)
+        return linear(states, self._tensors["down_weight"], self._tensors["down_bias"])
+
+    def _project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values, each `[tokens, heads, head_dim]`, views of one tensor where they can be."""
+        shape = self.shape
+        sizes = (
+            (shape.num_query_heads, shape.key_dim),
+            (shape.num_kv_heads, shape.key_dim),
+            (shape.num_kv_heads, shape.value_dim),
+        )
+        parts = linears(x, *self._parts("q", "k", "v"))
+        return [
+            part if part.shape[1:] == size else part.flatten(1).unflatten(1, size)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def _parts(self, *names: str) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        return [self._tensors[f"{name}_weight"] for name in names], [self._tensors[f"{name}_bias"] for name in names]
+
+    def _branch(self, states: torch.Tensor, norm_after: str) -> _Branch:
+        return _Branch(states, self._norm(norm_after), self.shape.residual_multiplier)
+
+    def _norm(self, name: str) -> Norm | None:
+        weight, bias, shape = self._tensors[f"{name}_weight"], self._tensors[f"{name}_bias"], self.shape
+        if weight is None and not (shape.bare_norms and name in ("norm1", "norm2")):
+            return None
+        return Norm(shape.norm_kind, weight, bias, shape.norm_eps, shape.norm_offset)
+
+    def _qk_norms(self) -> tuple[Norm, Norm] | None:
+        shape = self.shape
+        query, key = self._tensors["q_norm_weight"], self._tensors["k_norm_weight"]
+        if not shape.qk_norm_kind or (query is None and not shape.bare_qk_norms):
+            return None
+        rest = None, shape.qk_norm_eps, shape.qk_norm_offset
+        return Norm(shape.qk_norm_type, query, *rest), Norm(shape.qk_norm_type, key, *rest)
+
+    def _rope_layout(self) -> RopeLayout | None:
+        shape = self.shape
+        if not shape.rope_layout:
+            return None
+        pairs = PAIRS[shape.rope_layout - 1]
+        return RopeLayout(shape.rotary_dim, pairs, shape.rotary_begin, shape.cos_step, shape.sin_sign < 0)
+
+
+def _entered(norm: Norm | None, residual: torch.Tensor, branch: _Branch | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what the next block is given, and the residual after what was yet to be added."""
+    if branch is not None:
+        return branch.added(residual, norm)
+    return (residual if norm is None else normalized(residual, norm)), residual

@@ -1,0 +1,307 @@
+"""Runs whole decoder layers on Triton's kernels in the interpreter; a program, see `interpreted.py`.
+
+Prints for each case its error against the same layers in plain torch and what is allowed; for one layer and two, what
+was launched and how many bytes were moved; and what an engine answered on these operators.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter as triton_interpreter
+
+from hf_paged.generation import native_layers
+from hf_paged.generation.native_operators import triton_operators
+from hf_paged.kernels import AttentionSpec, PagedAttentionMetadata, select_backend
+from hf_paged.kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from hf_paged.kernels.triton.operators import TritonLayers
+from hf_paged.modeling.patterns import reference
+from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+BLOCK_SIZE, HIDDEN, INNER = 16, 40, 56
+LLAMA = LayerShape(
+    num_query_heads=6, num_kv_heads=2, key_dim=16, value_dim=16, rope_layout=1, rotary_dim=16, scale=0.25
+)
+# name -> numbers that differ from LLAMA, and tensors beside the linears' weights and the two norms'
+CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({}, set()),
+    "biases everywhere": ({}, {"q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"}),
+    "layer norms, ungated": ({"norm_kind": 2, "gated": 0, "activation": 3}, {"norm1_bias", "norm2_bias", "up_bias"}),
+    "parallel, one norm": ({"residual_flow": 1, "norm_kind": 2}, {"norm1_bias", "no norm2"}),
+    "parallel, two norms": ({"residual_flow": 2, "norm_kind": 2, "gated": 0, "activation": 2}, set()),
+    "norms before and after": (
+        {"norm_offset": 1.0, "softcap": 5.0, "activation": 3},
+        {"post_attention_norm_weight", "post_mlp_norm_weight"},
+    ),
+    "norms after only": (
+        {"qk_norm_kind": 2},
+        {
+            "no norm1",
+            "no norm2",
+            "post_attention_norm_weight",
+            "post_mlp_norm_weight",
+            "q_norm_weight",
+            "k_norm_weight",
+        },
+    ),
+    "normed heads": ({"qk_norm_kind": 1, "qk_norm_offset": 1.0}, {"q_norm_weight", "k_norm_weight"}),
+    "norms without weights": ({"bare_norms": 1, "bare_qk_norms": 1, "qk_norm_kind": 1}, {"no norm1", "no norm2"}),
+    "interleaved partial rope": ({"rope_layout": 2, "rotary_dim": 8, "rotary_begin": 4, "cos_step": 2}, set()),
+    "no rope, slopes": ({"rope_layout": 0}, {"alibi_slopes"}),
+    "window and sinks": ({"window": 5}, {"sinks"}),
+    "multiplied residuals": ({"residual_multiplier": 0.3, "sin_sign": -1.0}, set()),
+    "attention alone": ({"residual_flow": 3, "has_mlp": 0}, {"o_bias"}),
+    "MLP alone": ({"residual_flow": 3, "has_attention": 0}, {"down_bias"}),
+    "one weight for q, k, v and one for gate, up": ({}, {"joined", "q_bias", "k_bias", "v_bias"}),
+    "q, k and v head by head": ({"num_kv_heads": 6}, {"by head", "q_bias", "k_bias", "v_bias"}),
+}
+
+
+def sizes_of(shape: LayerShape, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the weights."""
+    query, key, value = (
+        shape.num_query_heads * shape.key_dim,
+        shape.num_kv_heads * shape.key_dim,
+        shape.num_kv_heads * shape.value_dim,
+    )
+    attention = {"q": (query, hidden), "k": (key, hidden), "v": (value, hidden), "o": (hidden, query)}
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    sizes = (attention if shape.has_attention else {}) | (mlp if shape.has_mlp else {})
+    return {name: size for name, size in sizes.items() if name != "gate" or shape.gated}
+
+
+def make_layer(
+    shape: LayerShape, extra: set[str], dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER, blocks: int = 10
+) -> LayerArguments:
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
+    for name, (rows, columns) in sizes_of(shape, hidden, inner).items():
+        tensors[f"{name}_weight"] = (torch.randn(rows, columns) / columns**0.5).to(dtype)
+        if f"{name}_bias" in extra:
+            tensors[f"{name}_bias"] = torch.randn(rows).to(dtype) / 4
+    if "joined" in extra:
+        join(tensors, ("q", "k", "v"))
+        join(tensors, ("gate", "up"))
+    if "by head" in extra:
+        by_head(tensors, shape.num_query_heads)
+    wide = shape.qk_norm_kind == 2
+    heads = {"q_norm_weight": shape.num_query_heads if wide else 1, "k_norm_weight": shape.num_kv_heads if wide else 1}
+    names = {f"{name}_weight" for name in ("norm1", "norm2") if f"no {name}" not in extra}
+    for name in (names if shape.residual_flow != 3 else set()) | {n for n in extra if n in TENSORS and "norm" in n}:
+        tensors[name] = torch.randn(heads[name] * shape.key_dim if name in heads else hidden).to(dtype)
+    for name in {"sinks", "alibi_slopes"} & extra:
+        tensors[name] = torch.rand(shape.num_query_heads)
+    layer = LayerArguments(shape, list(tensors.values()))
+    if shape.has_attention:
+        layer.key_cache = torch.randn(blocks, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim).to(dtype)
+        layer.value_cache = torch.randn(blocks, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim).to(dtype)
+    return layer
+
+
+def join(tensors: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Makes weights, and biases, views of one."""
+    for kind in ("weight", "bias"):
+        parts = [tensors[f"{name}_{kind}"] for name in names]
+        if parts[0] is not None:
+            views = torch.cat(parts).split([len(part) for part in parts])
+            tensors.update({f"{name}_{kind}": view for name, view in zip(names, views, strict=True)})
+
+
+def by_head(tensors: dict[str, Any], num_heads: int) -> None:
+    """Makes q, k and v the parts of each head of one weight."""
+    for kind in ("weight", "bias"):
+        parts = [tensors[f"{name}_{kind}"].unflatten(0, (num_heads, -1)) for name in "qkv"]
+        views = torch.stack(parts, dim=1).unbind(1)
+        tensors.update({f"{name}_{kind}": view for name, view in zip("qkv", views, strict=True)})
+
+
+def in_float32(layer: LayerArguments) -> LayerArguments:
+    tensors = [None if tensor is None else tensor.float() for tensor in layer.tensors]
+    caches = [None if cache is None else cache.float() for cache in (layer.key_cache, layer.value_cache)]
+    return LayerArguments(layer.shape, tensors, *caches)
+
+
+def triton_layers(shape: LayerShape, dtype: torch.dtype) -> TritonLayers:
+    dims = (shape.num_query_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim)
+    return TritonLayers(select_backend(AttentionSpec(*dims, dtype, "cpu", BLOCK_SIZE), "triton"))
+
+
+def compare(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Two decoding requests and a chunk of a third."""
+    tables = np.array([[3, 7, 0], [1, 0, 0], [2, 9, 4]], dtype=np.int32)
+    metadata = PagedAttentionMetadata.build(tables, np.array([1, 1, 6]), np.array([21, 4, 40]), BLOCK_SIZE)
+    numbers, extra = CASES[name]
+    shape = dataclasses.replace(LLAMA, **numbers)
+    layers = [make_layer(shape, extra, dtype) for _ in range(1 if shape.is_block else 2)]
+    wide, hidden, angle = (
+        [in_float32(layer) for layer in layers],
+        torch.randn(8, HIDDEN).to(dtype),
+        torch.rand(8, 16) * 6,
+    )
+    cos, sin = angle.cos(), angle.sin()
+    result = triton_layers(shape, dtype)(hidden, layers, cos, sin, metadata)
+    expected = reference.decoder_layers(hidden.float(), wide, cos, sin, metadata)
+    change = (expected - hidden.float()).norm()
+    error = float((result.float() - expected).norm() / change) if result.dtype == dtype else math.inf
+    for ours, theirs in zip(layers, wide, strict=True):
+        for cache in ("key_cache", "value_cache"):
+            if getattr(ours, cache) is not None:
+                exact = getattr(theirs, cache)
+                error = max(error, float((getattr(ours, cache).float() - exact).norm() / exact.norm()))
+    return {"name": f"{name}, {dtype}", "error": error, "allowed": TOLERANCE[dtype]}
+
+
+# ------------------------------------------------------------------ launches and bytes
+
+
+class Meter(TorchDispatchMode):
+    """Counts what would be launched on a GPU, and the bytes that each launch reads and writes, every place once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.num_bytes = 0
+        self._places: list[np.ndarray] | None = None
+
+    def __enter__(self) -> Meter:
+        executor, builder = triton_interpreter.GridExecutor, triton_interpreter.InterpreterBuilder
+        self._originals = executor.__call__, builder.create_masked_load, builder.create_masked_store
+        launch, load, store = self._originals
+        meter = self
+
+        def counted_launch(self: Any, *args: Any, **kwargs: Any) -> None:
+            meter._places = []
+            launch(self, *args, **kwargs)
+            meter.num_bytes += len(np.unique(np.concatenate(meter._places or [np.empty(0)])))
+            meter.launches[self.fn.__name__] += 1
+            meter._places = None
+
+        def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+            meter._touch(ptrs, mask)
+            return load(self, ptrs, mask, *rest)
+
+        def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            meter._touch(ptrs, mask)
+            return store(self, ptrs, value, mask, *rest)
+
+        executor.__call__, builder.create_masked_load, builder.create_masked_store = (
+            counted_launch,
+            counted_load,
+            counted_store,
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        executor, builder = triton_interpreter.GridExecutor, triton_interpreter.InterpreterBuilder
+        executor.__call__, builder.create_masked_load, builder.create_masked_store = self._originals
+
+    def _touch(self, ptrs: Any, mask: Any) -> None:
+        assert self._places is not None, "memory is touched in launches"
+        element = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+        places, inside = np.broadcast_arrays(np.atleast_1d(ptrs.data), np.atleast_1d(mask.data))
+        self._places.append((places[inside].astype(np.int64)[:, None] + np.arange(element)).ravel())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if self._places is None and not name.startswith(("empty", "new_empty")):
+            given = [argument for argument in args if isinstance(argument, torch.Tensor)]
+            made = list(result) if isinstance(result, (tuple, list)) else [result]
+            memory = {tensor.untyped_storage().data_ptr() for tensor in given}
+            is_view = all(tensor.untyped_storage().data_ptr() in memory for tensor in made)
+            if function._schema.is_mutable or not is_view:
+                self.launches[name] += 1
+                self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        return result
+
+
+def measure(num_layers: int, joined: bool, context: int) -> dict[str, Any]:
+    """Four requests decode on layers whose weights outweigh their activations, as in a model."""
+    torch.manual_seed(0)
+    shape = LayerShape(
+        num_query_heads=8, num_kv_heads=2, key_dim=32, value_dim=32, rope_layout=1, rotary_dim=32, scale=0.2
+    )
+    dtype, hidden_size, inner, num_tokens = torch.bfloat16, 256, 704, 4
+    num_blocks = -(-context // BLOCK_SIZE)
+    tables = np.arange(num_tokens * num_blocks, dtype=np.int32).reshape(num_tokens, num_blocks)
+    lengths = np.full(num_tokens, context)
+    metadata = PagedAttentionMetadata.build(tables, np.ones(num_tokens), lengths, BLOCK_SIZE)
+    extra = {"joined"} if joined else set()
+    layers = [make_layer(shape, extra, dtype, hidden_size, inner, tables.size) for _ in range(num_layers)]
+    angle = torch.rand(num_tokens, 32)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    run = triton_layers(shape, dtype)
+    hidden = torch.randn(num_tokens, hidden_size).to(dtype)
+    with Meter() as meter:
+        run(hidden, layers, cos, sin, metadata)
+    weights = sum(tensor.nbytes for layer in layers for tensor in layer.tensors if tensor is not None)
+    kv_bytes = num_layers * num_tokens * (context + 1) * 2 * shape.num_kv_heads * shape.key_dim * 2
+    ideal = weights + kv_bytes + 2 * num_tokens * hidden_size * 2
+    return {
+        "name": f"{num_layers} layers{' joined' * joined}, context {context}",
+        "launches": dict(meter.launches),
+        "total": meter.launches.total(),
+        "bytes": meter.num_bytes,
+        "ideal": ideal,
+    }
+
+
+# ------------------------------------------------------------------ an engine
+
+
+def engine(family: str) -> dict[str, Any]:
+    """Greedy answers on these operators, and the model's own."""
+    from hf_paged import SamplingParams
+    from tests.paged_models import paged
+
+    original = native_layers.native_layers
+
+    def remember(model: Any, groups: Any, backend: Any, plan: Any) -> Any:
+        native_layers.native_operators = lambda: triton_operators(backend)
+        return original(model, groups, backend, plan)
+
+    from hf_paged.generation import engine as engine_module
+
+    engine_module.native_layers = remember
+    prompts, new = [[5, 17, 33, 8, 61, 90, 4, 12, 13, 77, 21], [9, 3, 120]], 3
+    model = paged(family, attn_backend="triton")
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    answers = [list(output.outputs[0].token_ids) for output in model.engine.generate(prompts, params)]
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(new):
+                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    return {"name": f"engine {family}", "native": model.engine.plan.native, "same": answers == expected}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        for case in CASES:
+            torch.manual_seed(1)
+            print(json.dumps(compare(case, torch.float32)), flush=True)
+        for case, narrow in (("llama", torch.bfloat16), ("norms before and after", torch.float16)):
+            torch.manual_seed(1)
+            print(json.dumps(compare(case, narrow)), flush=True)
+        for count, is_joined, length in (
+            (1, True, 90),
+            (2, True, 90),
+            (2, True, 300),
+            (1, True, 300),
+            (2, False, 90),
+            (1, False, 90),
+        ):
+            print(json.dumps(measure(count, is_joined, length)), flush=True)
+    for name in ("llama", "qwen3"):
+        print(json.dumps(engine(name)), flush=True)
