@@ -46,6 +46,7 @@ _ERRORS = (
     "RequestAbortedError",
     "RowFailedError",
     "StepFailedError",
+    "StepMemoryError",
     "UnknownNameError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",

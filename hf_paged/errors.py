@@ -17,6 +17,7 @@
     ├── RowFailedError (RuntimeError)           one row of many failed; handed out in its place, not raised
     └── EngineError (RuntimeError)              something went wrong while running
         ├── StepFailedError                     a step raised; its requests failed, the cause is `__cause__`
+        │   └── StepMemoryError (MemoryError)   a step of one request alone ran out of the device's memory
         ├── NonFiniteLogitsError                the model returned NaN or infinite logits for one request
         ├── AttentionBypassedError              a layer used the paged cache without paged attention
         ├── RequestAbortedError                 somebody aborted the request that is being waited for
@@ -112,6 +113,17 @@ class EngineError(HfPagedError, RuntimeError):
 
 class StepFailedError(EngineError):
     """A step raised an exception; the requests of that step failed and the cause is attached."""
+
+    advice = ""  # the end of the message
+
+
+class StepMemoryError(StepFailedError, MemoryError):
+    """A step ran out of the device's memory, though it had been made as small as it can be; its requests failed."""
+
+    advice = (
+        ". It was the smallest step that there is: lower `gpu_memory_utilization` or `num_blocks`, or free memory on "
+        "the device."
+    )
 
 
 class NonFiniteLogitsError(EngineError):

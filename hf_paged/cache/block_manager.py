@@ -58,6 +58,8 @@ class Allocation:
             (layer group, block_id) of the blocks that this step fills and that can be found from now on.
         num_adopted_tokens (`int`):
             Tokens in the first of the new blocks that others have computed.
+        num_unnamed_blocks (`int`):
+            1 if it fills a block whose last token is not known yet, so that its hash is not.
     """
 
     num_blocks_before: int = 0
@@ -66,6 +68,7 @@ class Allocation:
     cleared_blocks: Sequence[int] = ()
     registered: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     num_adopted_tokens: int = 0
+    num_unnamed_blocks: int = 0
 
 
 UNCHANGED = Allocation()  # what most decoding steps need: nothing
@@ -310,7 +313,8 @@ class BlockManager:
             block_ids.extend(self._take(group, num_missing))
         allocation.new_block_ids = [block_ids[allocation.num_blocks_before :] for block_ids in table.block_ids]
         allocation.cleared_blocks = [block_ids[last] for block_ids in table.block_ids] if clear else ()
-        self._register(table, allocation, first, last)
+        allocation.num_unnamed_blocks = max(0, last - len(request.token_ids) // self.block_size)
+        self._register(table, allocation, first, last - allocation.num_unnamed_blocks)
         return allocation
 
     def adopt_prefix(self, request: Request) -> None:
@@ -351,6 +355,7 @@ class BlockManager:
         """
         table = self._tables[request.request_id]
         if table.allocation is not None:
+            self._register_unnamed(table, table.allocation)
             for group, (source, _) in enumerate(table.allocation.block_copies):
                 self._copy_sources[group][source] -= 1
                 self.pools[group].free([source], self.indexes[group])
@@ -381,6 +386,16 @@ class BlockManager:
             block_ids[block_ids.index(destination)] = source
             self._copy_sources[group][source] -= 1
             self.pools[group].free([destination])
+
+    def disown(self, allocation: Allocation) -> None:
+        """A step that was committed has failed after all: nobody may find the blocks that it should have filled.
+
+        Args:
+            allocation (`Allocation`):
+                What it had changed for a request. The request has to be ended.
+        """
+        for group, block_id in allocation.registered:
+            self.indexes[group].forget(block_id)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Gives a request all blocks of another, the partly filled one included. Who writes into that first copies it.
@@ -493,6 +508,12 @@ class BlockManager:
                 if self.indexes[group].register(hashes[index], block_ids[index]):
                     allocation.registered.append((group, block_ids[index]))
                     self._unconfirmed.add((group, block_ids[index]))
+
+    def _register_unnamed(self, table: _BlockTable, allocation: Allocation) -> None:
+        """Registers a block that was filled up before its last token was known, if the request went on after that."""
+        num_full = len(table.request.token_ids) // self.block_size
+        if allocation.num_unnamed_blocks and not table.request.is_finished:
+            self._register(table, allocation, num_full - allocation.num_unnamed_blocks, num_full)
 
     def _block_hashes(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """Returns the request's cached hashes, extended to at least some number of blocks."""

@@ -37,6 +37,7 @@ from .admission import (
     with_end_of,
 )
 from .answer import RequestState
+from .async_steps import AsyncStepLoop
 from .live_requests import LiveRequests, ids_of
 from .model_runner import ModelRunner
 from .model_state import eos_token_ids, sampling_defaults, training_obstacle
@@ -106,7 +107,8 @@ class Engine(StepDriver):
             self.plan = dataclasses.replace(self.plan, native=self._native.inspection.describe())
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
-        self._loop = StepLoop(self.live, self.sampler, self._make_runner, WeightWatch(model))
+        loop = AsyncStepLoop if self.plan.async_scheduling else StepLoop
+        self._loop = loop(self.live, self.sampler, self._make_runner, WeightWatch(model))
         self.sessions = OpenSessions()
         self._model = weakref.ref(model, lambda _: self._forget_model())  # only now is there a loop
         self._turns = Turns(self._end_turn)

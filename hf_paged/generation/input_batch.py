@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.metadata import PagedAttentionMetadata
 from .recording import TokenRange
+from .sampling.pending import to_device
 from .step import ScheduledRequest, SchedulerOutput
 
 TILE = 16  # tokens in the row of a batch-invariant call
@@ -69,6 +70,8 @@ class InputBatch:
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._newest: torch.Tensor | None = None  # the tokens that the last step chose on the device
+        self._places: dict[str, int] = {}  # of the requests in it
 
     def apply(self, output: SchedulerOutput) -> None:
         """Takes in what a step tells about its requests.
@@ -101,6 +104,19 @@ class InputBatch:
             for table, block_ids in zip(self.block_tables, share.new_block_ids, strict=True):
                 table[row, start:end] = block_ids
             self.num_blocks[row] = end
+
+    def keep(self, output: SchedulerOutput, token_ids: torch.Tensor) -> None:
+        """Keeps the tokens of a step for the next one, which may be told of them too late.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+            token_ids (`torch.Tensor`):
+                int64, on the device: a token for each of its `sample_ids`.
+        """
+        sample_ids = [request_id for share in output.scheduled for request_id in share.sample_ids]
+        self._places = {request_id: place for place, request_id in enumerate(sample_ids)}
+        self._newest = token_ids
 
     def tables_of(self, request_id: str) -> list[list[int]]:
         """Returns the block ids of a request, one list per layer group.
@@ -151,8 +167,12 @@ class InputBatch:
                 )
             )
         indices, prompt_rows = self._logits_rows(shares, order, starts, ends)
+        input_ids = self._to_device(self.token_ids[token_rows, positions][None])
+        untold = np.flatnonzero(computed + lengths > self.num_tokens[rows])
+        if len(untold):
+            self._fill_in(input_ids[0], ends[untold] - 1, [placed[i].request_id for i in untold])
         return ModelInputs(
-            self._to_device(self.token_ids[token_rows, positions][None]),
+            input_ids,
             self._to_device(positions[None]),
             tuple(metadata),
             self._to_device(indices),
@@ -209,6 +229,13 @@ class InputBatch:
             {share.request_id: TokenRange(0, offset, offset + count, start)} if share.is_special else {},
         )
 
+    def _fill_in(self, input_ids: torch.Tensor, places: np.ndarray, request_ids: list[str]) -> None:
+        """Takes the tokens that nobody has told of from where the last step left them, on the device."""
+        assert self._newest is not None, "only the step before can have chosen tokens that the host does not know"
+        sources = [self._places[request_id] for request_id in request_ids]
+        where = self._to_device(np.stack((places, np.array(sources))).astype(np.int64))
+        input_ids.index_copy_(0, where[0], self._newest.index_select(0, where[1]))
+
     def _slots(self, table: np.ndarray, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the K/V of tokens lie, given the row of the table that each belongs to."""
         blocks, offsets = np.divmod(positions, self.block_size)
@@ -228,8 +255,7 @@ class InputBatch:
         return np.concatenate(indices), prompt_rows
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        return to_device(array, self.device)
 
 
 def _place(share: ScheduledRequest) -> tuple[bool, int]:

@@ -62,6 +62,7 @@ class LiveRequests:
     def __init__(self, plan: EnginePlan, policy: Callable[[], SchedulingPolicy], num_groups: int, sampler: Sampler):
         self.states: dict[str, RequestState] = {}
         self.ids: set[str] = set()  # of the requests and of their branches
+        self._host_bound: set[str] = set()  # the requests some of whose tokens only the host can choose, or uses
         self._plan = plan
         self._policy = policy
         self._num_groups = num_groups
@@ -92,6 +93,14 @@ class LiveRequests:
                 A request that is in `states` and whose ids are in `ids`.
         """
         self.scheduler.add(state.group)
+        first = state.group.requests[0]  # the branches are alike
+        if first.needs_host_tokens or not self._sampler.can_start([first]):
+            self._host_bound.add(state.request_id)
+
+    @property
+    def needs_host(self) -> bool:
+        """Returns whether a request is there that must see each of its tokens before its next step."""
+        return bool(self._host_bound)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; unknown and finished ones are ignored.
@@ -149,20 +158,18 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ a step
 
-    def tokens_of(self, output: SchedulerOutput, result: StepResult) -> StepTokens:
+    def tokens_of(self, output: SchedulerOutput) -> StepTokens:
         """Returns who gets a token in a step.
 
         Args:
             output (`SchedulerOutput`):
-                The step.
-            result (`StepResult`):
-                What it computed.
+                The step, when it has just been scheduled.
         """
         everyone = [self.scheduler.requests[i] for share in output.scheduled for i in share.sample_ids]
-        pairs = list(zip(everyone, result.sample_rows, strict=True))
+        pairs = list(zip(everyone, output.sample_rows, strict=True))
         chosen_elsewhere = [pair for pair in pairs if pair[0].session is not None]
         if not chosen_elsewhere:
-            return StepTokens(everyone, result.sample_rows, [])
+            return StepTokens(everyone, output.sample_rows, [])
         mine = [pair for pair in pairs if pair[0].session is None]
         return StepTokens([request for request, _ in mine], [row for _, row in mine], chosen_elsewhere)
 
@@ -318,7 +325,9 @@ class LiveRequests:
             else:
                 _state_of(request).take_recorded(request, recorded)
 
-    def fail_step(self, output: SchedulerOutput, cause: Exception) -> None:
+    def fail_step(
+        self, output: SchedulerOutput, cause: Exception, error_type: type[StepFailedError] = StepFailedError
+    ) -> None:
         """A step has raised: its requests fail with the cause, and all others go on.
 
         Args:
@@ -326,16 +335,16 @@ class LiveRequests:
                 The step.
             cause (`Exception`):
                 What it raised.
+            error_type (`type[StepFailedError]`, defaults to `StepFailedError`):
+                What its requests are told.
         """
         logger.debug("a step failed", exc_info=cause)
         self.counters.num_failed_steps += 1
-        ids = {request_id for share in output.scheduled for request_id in (share.request_id, *share.sample_ids)}
-        requests = [self.scheduler.requests[request_id] for request_id in ids]
-        self.scheduler.cancel(output)
+        requests = self.scheduler.cancel(output)
         for request in requests:
-            error = StepFailedError(
+            error = error_type(
                 f"A step with {len(output.scheduled)} requests and {output.num_scheduled_tokens} tokens failed: "
-                f"{type(cause).__name__}: {cause}"
+                f"{type(cause).__name__}: {cause}{error_type.advice}"
             )
             error.__cause__ = cause
             self._fail(request, error)
@@ -360,6 +369,7 @@ class LiveRequests:
                 self._sampler.forget(answer.request.request_id)
             self.states.pop(state.request_id, None)
             self.ids -= ids_of(state)
+            self._host_bound.discard(state.request_id)
             self.counters.num_finished += 1
             state.finished = True
         if state.on_update is not None:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .. import compat
@@ -20,6 +21,7 @@ from ..modeling.layer_groups import LayerGroup
 from .input_batch import TILE, InputBatch, ModelInputs
 from .outputs import StepResult
 from .recording import Recorded, StepRecorder
+from .sampling.pending import PendingTokens, to_device
 from .step import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class StepHandle:
             What else was wanted of the model, by request.
         seconds_inputs (`float`):
             Time that building the inputs took.
+        pending (`PendingTokens`, *optional*):
+            The tokens, if they are chosen on the device.
     """
 
     output: SchedulerOutput
@@ -48,6 +52,7 @@ class StepHandle:
     prompt_rows: dict[str, tuple[int, int]]
     recorded: dict[str, Recorded]
     seconds_inputs: float
+    pending: PendingTokens | None = None
 
 
 class KVPool:
@@ -104,7 +109,7 @@ class KVPool:
                 for block_id in stale:
                     slab[:, :, block_id].zero_()
             elif stale:
-                slab.index_fill_(2, torch.tensor(stale, device=slab.device), 0)
+                slab.index_fill_(2, to_device(np.array(stale), slab.device), 0)
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copies blocks.
@@ -114,7 +119,7 @@ class KVPool:
                 (source, destination) block ids; no destination is also a source.
         """
         if pairs:
-            sources, destinations = torch.tensor(pairs, device=self._slabs[0].device).unbind(1)
+            sources, destinations = to_device(np.array(pairs), self._slabs[0].device).unbind(1)
             for slab in self._slabs:
                 slab.index_copy_(2, destinations, slab.index_select(2, sources))
 
@@ -186,7 +191,12 @@ class ModelRunner:
         return model
 
     @torch.inference_mode()
-    def launch(self, output: SchedulerOutput, embeds: Mapping[str, torch.Tensor] | None = None) -> StepHandle:
+    def launch(
+        self,
+        output: SchedulerOutput,
+        embeds: Mapping[str, torch.Tensor] | None = None,
+        choose: Callable[[torch.Tensor], PendingTokens] | None = None,
+    ) -> StepHandle:
         """Starts a step.
 
         Args:
@@ -194,6 +204,9 @@ class ModelRunner:
                 What it does; at least one share.
             embeds (`Mapping[str, torch.Tensor]`, *optional*):
                 For the shares that bring them, embeddings `[prompt tokens, hidden_size]` by request.
+            choose (`Callable[[torch.Tensor], PendingTokens]`, *optional*):
+                Chooses a token for each of the `sample_ids` from the logits, on the device. The next step may then be
+                launched before anybody knows which.
 
         Returns:
             `StepHandle`: To be handed to `collect`.
@@ -202,12 +215,17 @@ class ModelRunner:
         self._prepare(output)
         recorder = StepRecorder(output)
         if self.tiled:
+            assert choose is None, "the plan runs no step of tiles ahead"
             return self._launch_tiles(output, recorder, embeds)
         inputs = self.batch.build(output)
         self.cache.begin(inputs.metadata, recorder.attention_ranges(inputs.ranges))
         seconds_inputs = time.perf_counter() - started
         logits = self._call(inputs, recorder, embeds)
-        return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs)
+        pending = None
+        if choose is not None:
+            pending = choose(logits)
+            self.batch.keep(output, pending.token_ids)
+        return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs, pending)
 
     def inputs_of(self, output: SchedulerOutput) -> ModelInputs:
         """Prepares a step that `call` runs, perhaps several times; nothing is recorded.
@@ -306,9 +324,8 @@ class ModelRunner:
             handle (`StepHandle`):
                 What `launch` returned.
         """
-        sampling = [share for share in handle.output.scheduled if share.sample_ids]
-        rows = [row for row, share in enumerate(sampling) for _ in share.sample_ids]
-        return StepResult(handle.logits, rows, handle.prompt_rows, handle.recorded)
+        chosen = handle.pending.wait() if handle.pending is not None else None
+        return StepResult(handle.logits, handle.output.sample_rows, handle.prompt_rows, handle.recorded, chosen)
 
     def read(self, request_id: str, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies the K/V of a request's first tokens out of its blocks.

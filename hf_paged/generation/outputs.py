@@ -219,9 +219,12 @@ class StepResult:
             For each `prompt_logits` share the half-open range of its rows, one per scheduled position.
         recorded (`dict[str, Recorded]`):
             By share, the hidden states and attention weights that were wanted.
+        chosen (`SamplerOutput`, *optional*):
+            The tokens, if they were chosen on the device, in the order of `sample_rows`.
     """
 
     logits: torch.Tensor
     sample_rows: list[int]
     prompt_rows: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     recorded: dict[str, Recorded] = dataclasses.field(default_factory=dict)
+    chosen: SamplerOutput | None = None

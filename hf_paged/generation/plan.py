@@ -67,6 +67,8 @@ class EnginePlan:
             Waiting requests at most.
         batch_invariant (`bool`):
             Whether logits do not depend on batch mates.
+        async_scheduling (`bool`):
+            Whether a step is put together while the one before is running.
         huge_pages (`bool`):
             Whether weights and K/V are on 2 MiB pages.
         native (`str`, defaults to `"off"`):
@@ -93,6 +95,7 @@ class EnginePlan:
     scheduling_policy: str
     max_queue_size: int | None
     batch_invariant: bool
+    async_scheduling: bool
     huge_pages: bool
     native: str = "off"
     notes: tuple[str, ...] = ()
@@ -126,6 +129,7 @@ class EnginePlan:
             "prefix caching": "on" if self.enable_prefix_caching else "off",
             "chunked prefill": "on" if self.enable_chunked_prefill else "off",
             "policy": self.scheduling_policy,
+            "async scheduling": "on" if self.async_scheduling else "off",
         }
         width = max(map(len, lines))
         text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
@@ -223,6 +227,7 @@ def make_plan(
         reason = f"the token budget is {tokens}" if tokens < num_blocks else f"the pool has {num_blocks} blocks"
         notes.append(f"max_num_seqs is {min(tokens, num_blocks)} instead of {max_num_seqs}: {reason}")
         max_num_seqs = min(tokens, num_blocks)
+    async_scheduling = _runs_ahead(config, device, notes)
     for note in notes:
         # What a user asked for and does not get is worth a warning; a default that adapts is not.
         asked = getattr(config, note.split(" ", 1)[0], None) is not None
@@ -246,9 +251,17 @@ def make_plan(
         scheduling_policy=config.scheduling_policy,
         max_queue_size=config.max_queue_size,
         batch_invariant=config.batch_invariant,
+        async_scheduling=async_scheduling,
         huge_pages=device.type == "cpu" and memory.huge_pages_available(),
         notes=tuple(notes),
     )
+
+
+def _runs_ahead(config: PagedConfig, device: torch.device, notes: list[str]) -> bool:
+    if config.async_scheduling and config.batch_invariant:
+        notes.append("async_scheduling is off: batch-invariant steps are many calls, and the next one waits for them")
+    default = device.type == "cuda"
+    return not config.batch_invariant and (default if config.async_scheduling is None else config.async_scheduling)
 
 
 def _model_len(model: PreTrainedModel, config: PagedConfig, notes: list[str]) -> int:

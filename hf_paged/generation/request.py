@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,7 @@ class Request:
         self.error: BaseException | None = None
         self.ready = True  # False while something it needs (a grammar) is still being made
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0  # 1 if its next token has been chosen on the device and is not known here yet
         self.arrival_number = -1  # set by the scheduler; the order of arrival
         self.metrics = RequestMetrics()
         self.block_hashes: list[BlockHash] = []  # of its full blocks, extended as tokens arrive
@@ -210,7 +212,7 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Returns the tokens whose K/V are still to be computed; none while its session chooses the next one."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_in_flight_tokens - self.num_computed_tokens
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -233,6 +235,33 @@ class Request:
             # What was recorded before a preemption is kept, so that tokens of the answer need not be computed again.
             return self.session is not None or len(self.token_ids) == self.num_prompt_tokens
         return self.needs_prompt_logits
+
+    @functools.cached_property
+    def needs_host_tokens(self) -> bool:
+        """Returns whether no step may be put together before its newest token is known.
+
+        So it is if more than logits, settings, seed and position decide about its tokens, or if somebody wants to see
+        what a step computed before the next one. Its session, if any, is set before it first runs.
+        """
+        params, extras = self.params, self.extras
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        choosers = (
+            self.session,
+            params.min_tokens,
+            params.logit_bias,
+            params.allowed_token_ids,
+            extras.bad_words_ids,
+            extras.features,
+            extras.logits_processor,
+            extras.stopping_criteria,
+        )
+        wants = (params.logprobs, params.prompt_logprobs, extras.hidden_states, extras.prompt_embeds)
+        return bool(
+            penalties != (0, 0, 1)
+            or any(choosers)
+            or any(want is not None for want in wants)
+            or (extras.attentions or extras.scores or extras.keep_kv)
+        )
 
     def __repr__(self) -> str:
         return (

@@ -25,6 +25,7 @@ from .request import FinishReason, Request, RequestGroup, RequestStatus
 from .scheduler_config import SchedulerConfig
 from .step import SchedulerOutput
 from .step_draft import RunnerView, Share, StepDraft
+from .throttle import Throttle
 from .waiting import WaitingRoom, group_of
 
 WATERMARK = 100  # one block in so many stays free at an admission, so that the running requests can grow
@@ -34,7 +35,9 @@ class Scheduler:
     """Decides what each step computes. The engine calls `schedule`, runs the step and reports how it went.
 
     Each output of `schedule` with shares must be given back: to `update_from_output`, or to `cancel` if it failed.
-    Requests may be added, finished and aborted in between.
+    Requests may be added, finished and aborted in between. One step may be scheduled before the last one is given back,
+    if `assume` has been told that it is on its way; then each of its requests has one token in flight, of which only
+    the runner knows which it is.
 
     Args:
         config (`SchedulerConfig`):
@@ -56,7 +59,9 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._groups: dict[str, RequestGroup] = {}
         self._runner = RunnerView(block_manager)
+        self.throttle = Throttle(config.max_num_seqs, config.max_num_batched_tokens)
         self._in_flight: StepDraft | None = None
+        self._assumed: StepDraft | None = None  # on its way too: the step before it
         self._last_output = SchedulerOutput(-1, ())
         self._next_step_id = 0
         self._next_arrival_number = 0
@@ -221,14 +226,14 @@ class Scheduler:
             `SchedulerOutput`: The step.
         """
         assert self._in_flight is None, "the last step is still in flight: update_from_output or cancel comes first"
-        step = StepDraft(self._next_step_id, self.config.max_num_batched_tokens)
+        step = StepDraft(self._next_step_id, self.throttle.num_tokens)
         self._next_step_id += 1
         self._schedule_decodes(step)
         fair_share = self._fair_share(step)
         self._schedule_prefills(step, fair_share)
         if not step.preempted:
             self._admit_waiting(step, fair_share)
-        if not step.shares:
+        if not step.shares and self._assumed is None:
             self._resolve_stall(step, fair_share)
         self._hand_out_rest(step)
         for share in step.shares.values():
@@ -237,6 +242,29 @@ class Scheduler:
         self._in_flight = step if step.shares else None
         self._last_output = self._runner.output(step)
         return self._last_output
+
+    def assume(self, output: SchedulerOutput) -> None:
+        """The step is on its way: moves its requests forward already, so that the next one can be scheduled.
+
+        `update_from_output` appends the tokens when they are known. What runs on the device runs in order, so the
+        blocks that this frees may be taken by the next step.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step; `update_from_output` has seen the one before.
+        """
+        assert self._assumed is None, "at most one step runs ahead of the tokens"
+        step = self._assumed = self._land(output)
+        self._move_forward(step)
+        for request in step.sampling:
+            if request.is_finished:
+                continue
+            request.num_in_flight_tokens = 1
+            if self._is_full(request, request.num_output_tokens + 1, request.num_tokens + 1):
+                # It ends whatever its last token is, of which nothing will be computed.
+                del self._running[request.request_id]
+                self._runner.forget(request)
+                self._blocks.free(request)
 
     def update_from_output(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """The step has run: moves its requests forward, appends their tokens and ends those that are done.
@@ -251,39 +279,51 @@ class Scheduler:
         Returns:
             `list[Request]`: The requests that got a token, in schedule order.
         """
-        step = self._land(output)
-        for share in step.shares.values():
-            self._blocks.commit(share.request)
-            share.request.num_computed_tokens += share.num_tokens
-            for request in share.sampling:
-                request.num_computed_tokens = share.request.num_computed_tokens
-        self._free_ended(step)
+        step, self._assumed = self._assumed, None
+        if step is None:
+            step = self._land(output)
+            self._move_forward(step)
+        assert step.step_id == output.step_id, f"step {step.step_id} is older than step {output.step_id}"
+        self.throttle.relax()
         now = time.perf_counter()
-        updated = [
-            request
-            for share in step.shares.values()
-            for request in share.sampling
-            if not request.is_finished and request.session is None
-        ]
+        updated = [request for request in step.sampling if not request.is_finished and request.session is None]
         for request in updated:
             assert request.request_id in sampled, f"{request.request_id} got no token; finish it if it failed"
             self._append(request, sampled[request.request_id], now)
         return updated
 
-    def recover(self) -> None:
-        """Cancels a step that was never given back, because whoever ran it was interrupted."""
-        if self._in_flight is not None:
-            self.cancel(self._last_output)
+    def recover(self, launched: SchedulerOutput | None = None) -> bool:
+        """Cancels a step that will never be given back, because whoever ran it was interrupted.
 
-    def cancel(self, output: SchedulerOutput) -> None:
+        Args:
+            launched (`SchedulerOutput`, *optional*):
+                The newest step that is on its way and will be given back.
+
+        Returns:
+            `bool`: Whether there was one.
+        """
+        if self._in_flight is None or self._last_output is launched:
+            return False
+        self.cancel(self._last_output)
+        return True
+
+    def cancel(self, output: SchedulerOutput) -> list[Request]:
         """The step did not run to its end: the requests are as before, and will be scheduled again.
 
         Who was admitted or forked in it goes back to waiting, since the blocks that it shares may be empty.
 
         Args:
             output (`SchedulerOutput`):
-                The step.
+                The step. After `assume` there is no way back: all of its requests have to be ended.
+
+        Returns:
+            `list[Request]`: The requests of the step that have not ended.
         """
+        if self._assumed is not None and self._assumed.step_id == output.step_id:
+            step, self._assumed = self._assumed, None
+            for share in step.shares.values():
+                self._blocks.disown(share.allocation)
+            return step.requests
         step = self._land(output)
         for share in step.shares.values():
             self._undo_fork(share)
@@ -293,6 +333,28 @@ class Scheduler:
                 self._undo_admission(share.request)
         self._runner.remind(output.removed_ids)
         self._free_ended(step)
+        return step.requests
+
+    def back_off(self, output: SchedulerOutput) -> bool:
+        """The step ran out of memory: cancels it and preempts so many that only half as much runs for a while.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+
+        Returns:
+            `bool`: Whether there was anything left to give up; if not, nothing happened and the step has failed.
+        """
+        if self._assumed is not None or not self.throttle.shrink(len(output.scheduled), output.num_scheduled_tokens):
+            return False
+        self.cancel(output)
+        # The rows of a session wait for each other, so they run together or not at all.
+        running = [request for request in self._running.values() if request.session is None]
+        while len(running) > self.throttle.num_seqs:
+            victim = self._policy.victim(running)
+            running.remove(victim)
+            self._take_blocks(victim)
+        return True
 
     # --- putting a step together -------------------------------------------------------------------------------
 
@@ -311,9 +373,9 @@ class Scheduler:
                 self._give(step, request, self._chunk(request, 0, self._limit(step, request, 0, fair_share)))
 
     def _admit_waiting(self, step: StepDraft, fair_share: int) -> None:
-        max_num_seqs, max_partial = self.config.max_num_seqs, self.config.max_partial_prefills
+        max_partial = self.config.max_partial_prefills
         while step.budget > 0 and (request := self._policy.peek()) is not None:
-            if self._waiting.num_seats(self._running.values()) + self._waiting.num_seats([request]) > max_num_seqs:
+            if request.num_in_flight_tokens or not self._has_seats(request):
                 return
             hit = self._blocks.find_prefix(request)
             num_tokens = self._first_chunk(step, request, hit.num_tokens, fair_share)
@@ -356,7 +418,7 @@ class Scheduler:
 
     def _first_chunk(self, step: StepDraft, request: Request, num_cached_tokens: int, fair_share: int) -> int:
         num_tokens = request.num_tokens - num_cached_tokens
-        whole = num_tokens <= self.config.max_num_batched_tokens and not request.needs_prompt_logits
+        whole = num_tokens <= self.throttle.num_tokens and not request.needs_prompt_logits
         if whole and not self.config.enable_chunked_prefill:
             return num_tokens if num_tokens <= step.budget else 0
         return self._chunk(request, num_cached_tokens, self._limit(step, request, num_cached_tokens, fair_share))
@@ -364,8 +426,15 @@ class Scheduler:
     def _limit(self, step: StepDraft, request: Request, num_cached_tokens: int, fair_share: int) -> int:
         """What a prefill may take before the others had theirs: a short one everything, a long one its share."""
         num_tokens = request.num_tokens - request.num_computed_tokens - num_cached_tokens
-        is_short = num_tokens <= self.config.max_num_batched_tokens // 2
+        is_short = num_tokens <= self.throttle.num_tokens // 2
         return min(num_tokens if is_short else fair_share, step.budget)
+
+    def _has_seats(self, request: Request) -> bool:
+        """Whether a new request and its branches may run beside the others. Whoever would be alone always may."""
+        num_running = self._waiting.num_seats(self._running.values())
+        is_bound = num_running > 0 and request.session is None
+        limit = self.throttle.num_seqs if is_bound else self.config.max_num_seqs
+        return num_running + self._waiting.num_seats([request]) <= limit
 
     def _num_reserved_blocks(self, step: StepDraft, request: Request) -> int:
         """Free blocks that a new request must leave: what started prompts still need, and some room to grow."""
@@ -462,14 +531,26 @@ class Scheduler:
         else:
             self._waiting.keep_unforked(share.request, children)
 
+    def _move_forward(self, step: StepDraft) -> None:
+        for share in step.shares.values():
+            self._blocks.commit(share.request)
+            share.request.num_computed_tokens += share.num_tokens
+            for request in share.sampling:
+                request.num_computed_tokens = share.request.num_computed_tokens
+        self._free_ended(step)
+
+    def _is_full(self, request: Request, num_output_tokens: int, num_tokens: int) -> bool:
+        return num_output_tokens >= request.max_tokens or num_tokens >= self.config.max_model_len
+
     def _append(self, request: Request, token_id: int, now: float) -> None:
         request.token_ids.append(token_id)
+        request.num_in_flight_tokens = 0
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         if token_id in request.stop_token_ids and request.num_output_tokens >= request.params.min_tokens:
             asked = token_id in (request.params.stop_token_ids or ())  # the end-of-sequence token is no stop reason
             self.finish(request, FinishReason.STOP, stop_reason=token_id if asked else None)
-        elif request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.config.max_model_len:
+        elif self._is_full(request, request.num_output_tokens, request.num_tokens):
             self.finish(request, FinishReason.LENGTH)
 
     def _land(self, output: SchedulerOutput) -> StepDraft:

@@ -14,6 +14,8 @@ class EngineStats:
             Steps run.
         num_failed_steps (`int`):
             Steps that raised.
+        num_shrunk_steps (`int`):
+            Steps that ran out of memory and were run again, smaller.
         num_prompt_tokens (`int`):
             Prompt tokens of admitted requests, cached or computed.
         num_cached_tokens (`int`):
@@ -52,6 +54,7 @@ class EngineStats:
 
     num_steps: int = 0
     num_failed_steps: int = 0
+    num_shrunk_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0

@@ -20,7 +20,8 @@ class ScheduledRequest:
             Tokens computed in this step, from `num_computed_tokens` on.
         new_token_ids (`tuple[int, ...]`):
             Tokens that the runner has not been told yet: all of them when `is_new`, else those appended since the
-            request was last scheduled.
+            request was last scheduled. The last token of a share may be missing: the runner chose it for the request
+            in the step before, and nobody else knows it yet.
         new_block_ids (`tuple[tuple[int, ...], ...]`):
             For each layer group the blocks that the runner has not been told yet (the whole table when `is_new`).
         is_new (`bool`):
@@ -86,3 +87,9 @@ class SchedulerOutput:
     def num_scheduled_tokens(self) -> int:
         """Returns the tokens computed in this step, over all requests."""
         return sum(share.num_scheduled_tokens for share in self.scheduled)
+
+    @property
+    def sample_rows(self) -> list[int]:
+        """Returns for each sampled request, in schedule and branch order, its row of the logits."""
+        sampling = [share for share in self.scheduled if share.sample_ids]
+        return [row for row, share in enumerate(sampling) for _ in share.sample_ids]

@@ -36,7 +36,7 @@ class Share:
     @property
     def catches_up(self) -> bool:
         """Returns whether all tokens of the request are computed after this step."""
-        return self.request.num_computed_tokens + self.num_tokens == len(self.request.token_ids)
+        return self.num_tokens == self.request.num_pending_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,6 +70,17 @@ class StepDraft:
         """Returns how many requests this step leaves behind, as it stands."""
         shares = (self.shares.get(request_id) for request_id in self.partial)
         return sum(share is None or not share.catches_up for share in shares)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Returns who takes part and has not ended: with their branches, in schedule and branch order."""
+        everyone = [(share.request, *share.sampling[1:]) for share in self.shares.values()]
+        return [request for branches in everyone for request in branches if not request.is_finished]
+
+    @property
+    def sampling(self) -> list[Request]:
+        """Returns who gets a token, in schedule and branch order."""
+        return [request for share in self.shares.values() for request in share.sampling]
 
     def uses(self, request: Request) -> bool:
         """Returns whether a request takes part.

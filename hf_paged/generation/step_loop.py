@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
+import traceback
 from collections.abc import Callable
 
-from ..errors import EngineError
+import torch
+
+from ..errors import EngineError, StepFailedError, StepMemoryError
 from .live_requests import LiveRequests
 from .model_runner import ModelRunner
 from .request import FinishReason
 from .sampling.sampler import Sampler
+from .step import SchedulerOutput
 from .weights import WeightWatch
+
+logger = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -66,13 +73,11 @@ class StepLoop:
             handle = runner.launch(output, live.embeds_of(output))
             result = runner.collect(handle)
             modelled = time.perf_counter()
-            tokens = live.tokens_of(output, result)
+            tokens = live.tokens_of(output)
             choice = self.sampler.sample(result.logits, tokens.requests, tokens.rows)
             refused = live.take_prompt_logprobs(output, result)
         except Exception as error:
-            live.fail_step(output, error)
-            if self.runner is not None:
-                self.runner.cache.abandon()
+            self._take_failure(output, error)
             return True
         except BaseException:  # Ctrl-C: the step did not happen; other threads' requests run it again
             live.scheduler.cancel(output)
@@ -126,6 +131,31 @@ class StepLoop:
         self.inbox.clear()
         self.runner = None
         self.live.forget_all(error, reason)
+
+    def _take_failure(self, output: SchedulerOutput, error: Exception) -> None:
+        """A step has raised: it is run again, smaller, if that may help; else its requests fail."""
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if not (is_out_of_memory and self._back_off(output, error)):
+            self.live.fail_step(output, error, StepMemoryError if is_out_of_memory else StepFailedError)
+        if self.runner is not None:
+            self.runner.cache.abandon()
+
+    def _back_off(self, output: SchedulerOutput, error: Exception) -> bool:
+        traceback.clear_frames(error.__traceback__)  # whose variables hold what filled the memory
+        if self.runner is None or not self.live.scheduler.back_off(output):  # the pool itself does not get smaller
+            return False
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        throttle = self.live.scheduler.throttle
+        logger.warning(
+            "A step with %d requests and %d tokens ran out of memory; the next ones have at most %d and %d.",
+            len(output.scheduled),
+            output.num_scheduled_tokens,
+            throttle.num_seqs,
+            throttle.num_tokens,
+        )
+        self.live.counters.num_shrunk_steps += 1
+        return True
 
     def _start_over(self, cause: BaseException) -> None:
         """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""

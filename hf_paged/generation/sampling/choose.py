@@ -1,4 +1,4 @@
-"""Choosing a token in each row of the processed scores: by native code where there is some, else by torch."""
+"""Choosing a token in each row of the processed scores: by native code or Triton where they run, else by torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from ...kernels.cpu import sampling as native
+from ...kernels.triton import device as gpu
 from ..request import Request
 from .chunks import WIDE_CHUNK_SIZE, argmax_rows, chunk_maxima, wide_maxima
 from .draw import draw_candidates, draw_full
+from .pending import to_device
 from .random import uniforms
 from .truncation import Truncation, truncate
 
@@ -60,7 +62,7 @@ class DrawPlan:
 
     def keys(self) -> np.ndarray:
         """Returns what the rows' random numbers depend on now: `[rows, 3]` uint64, valid until the next call."""
-        self._keys[:, 2] = [request.num_output_tokens for request in self.requests]
+        self._keys[:, 2] = [request.num_output_tokens + request.num_in_flight_tokens for request in self.requests]
         return self._keys
 
 
@@ -79,7 +81,72 @@ def choose(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray
     """
     if native.takes(scores):
         return _choose_natively(scores, plan)
+    if _triton_takes(scores):
+        token_ids, best = choose_by_triton(scores, plan)
+        return token_ids.cpu().numpy(), best.cpu().numpy()
     return _choose_greedily(scores) if plan.all_greedy else _choose_by_torch(scores, plan)
+
+
+def choose_ahead(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the same tokens as `choose`, without waiting for the device that the scores are on.
+
+    Args:
+        scores (`torch.Tensor`):
+            `[rows, vocab_size]`, contiguous within a row.
+        plan (`DrawPlan`):
+            How; `can_choose_ahead`, or it waits after all.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: `[rows]` int64 token ids and `[rows]` float32 largest scores, on the
+        device.
+    """
+    if _triton_takes(scores):
+        return choose_by_triton(scores, plan)
+    if plan.all_greedy and scores.device.type != "cpu":
+        return _best_tokens(scores)
+    token_ids, best = choose(scores, plan)
+    return to_device(token_ids, scores.device), to_device(best, scores.device)
+
+
+def can_choose_ahead(device: torch.device, greedy: bool) -> bool:
+    """Returns whether tokens can be chosen without waiting for the device that the scores are on.
+
+    Args:
+        device (`torch.device`):
+            Which; nobody waits for a CPU.
+        greedy (`bool`):
+            Whether the best tokens are wanted, and not drawn ones.
+    """
+    return greedy or device.type == "cpu" or (device.type == "cuda" and _has_triton())
+
+
+def choose_by_triton(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses a token in each row on a GPU.
+
+    Args:
+        scores (`torch.Tensor`):
+            `[rows, vocab_size]`, contiguous within a row.
+        plan (`DrawPlan`):
+            How.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: As of `choose`, on the device.
+    """
+    from ...kernels.triton.sampling import argmax_tokens, draw_tokens  # Triton takes long to import
+
+    if plan.all_greedy:
+        return argmax_tokens(scores)
+    settings = to_device(plan.native_settings.numpy(), scores.device)
+    return draw_tokens(scores, settings, to_device(plan.keys().view(np.int64).copy(), scores.device))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return gpu.unavailable_reason() is None
+
+
+def _triton_takes(scores: torch.Tensor) -> bool:
+    return scores.is_cuda and scores.dtype in native.DTYPES and _has_triton()
 
 
 def _choose_natively(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -92,8 +159,13 @@ def _choose_natively(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, 
 
 
 def _choose_greedily(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    token_ids, best = _best_tokens(scores)
+    return token_ids.cpu().numpy(), best.cpu().numpy()
+
+
+def _best_tokens(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     maxima = wide_maxima(scores)
-    return argmax_rows(scores, maxima, WIDE_CHUNK_SIZE), maxima.amax(dim=1).float().cpu().numpy()
+    return argmax_rows(scores, maxima, WIDE_CHUNK_SIZE), maxima.amax(dim=1).float()
 
 
 def _choose_by_torch(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +175,7 @@ def _choose_by_torch(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, 
     token_ids = np.zeros(len(largest), dtype=np.int64)
     greedy = np.flatnonzero(plan.greedy)
     if len(greedy):
-        token_ids[greedy] = argmax_rows(_take(scores, greedy), _take(maxima, greedy))
+        token_ids[greedy] = argmax_rows(_take(scores, greedy), _take(maxima, greedy)).cpu().numpy()
     uniform = uniforms(*plan.keys().T)
     sampled = np.isfinite(largest) & ~plan.greedy
     truncated = np.flatnonzero(sampled & plan.truncated)

@@ -102,7 +102,7 @@ def _reduce(values: torch.Tensor, operator: str, chunk_size: int = CHUNK_SIZE) -
     return torch.cat((reduced, getattr(rest, operator)(dim=1, keepdim=True)), dim=1)
 
 
-def argmax_rows(scores: torch.Tensor, maxima: torch.Tensor, chunk_size: int = CHUNK_SIZE) -> np.ndarray:
+def argmax_rows(scores: torch.Tensor, maxima: torch.Tensor, chunk_size: int = CHUNK_SIZE) -> torch.Tensor:
     """Finds the first of the largest entries of each row.
 
     Args:
@@ -114,12 +114,12 @@ def argmax_rows(scores: torch.Tensor, maxima: torch.Tensor, chunk_size: int = CH
             Entries of a chunk.
 
     Returns:
-        `np.ndarray`: `[rows]` int64.
+        `torch.Tensor`: `[rows]` int64, on the device.
     """
     chunk = maxima.argmax(dim=1)
     values, columns = gather_chunks(scores, torch.arange(len(scores), device=scores.device), chunk, chunk_size)
     inside = values.argmax(dim=1, keepdim=True)
-    return columns.gather(1, inside)[:, 0].cpu().numpy()
+    return columns.gather(1, inside)[:, 0]
 
 
 def gather_chunks(

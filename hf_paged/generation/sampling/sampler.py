@@ -13,7 +13,7 @@ from ..request import Request
 from .allowed_token_ids import AllowedTokenIds
 from .bad_words import BadWords
 from .bitmask import apply_bitmask
-from .choose import DrawPlan, choose
+from .choose import DrawPlan, can_choose_ahead, choose, choose_ahead
 from .forced_tokens import ForcedTokens
 from .invalid_values import InvalidValues
 from .length_decay import LengthDecay
@@ -23,6 +23,7 @@ from .memory import Memory
 from .min_tokens import MinTokens
 from .ngrams import NoRepeatNGram
 from .penalties import Penalties
+from .pending import PendingTokens
 from .processors import Batch, Processor
 from .prompt_penalty import PromptPenalty
 from .row_processors import RowProcessors
@@ -156,6 +157,36 @@ class Sampler:
             chosen[row] = 0
         logprobs = _logprobs(raw, chosen, plan, failed | errors.keys()) if plan.logprob_rows else None
         return SamplerOutput(chosen, logprobs, sorted(failed - errors.keys()), errors, _scores(scores, plan))
+
+    def can_start(self, requests: Sequence[Request]) -> bool:
+        """Returns whether `start` can choose the tokens of these requests, none of which `needs_host_tokens`.
+
+        Args:
+            requests (`Sequence[Request]`):
+                Who gets a token.
+        """
+        return can_choose_ahead(self.device, all(request.params.greedy for request in requests))
+
+    @torch.inference_mode()
+    def start(self, logits: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]) -> PendingTokens:
+        """Chooses the tokens that `sample` would, where the logits are, without waiting for them.
+
+        Args:
+            logits (`torch.Tensor`):
+                As for `sample`.
+            requests (`Sequence[Request]`):
+                Who gets a token; `can_start` says yes. The token before it may still be in flight.
+            rows (`Sequence[int]`):
+                For each request its row of the logits.
+
+        Returns:
+            `PendingTokens`: To be waited for.
+        """
+        if not requests:
+            nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return PendingTokens(nothing, nothing.float(), self.vocab_size)
+        plan = self._plan_for(requests, logits.shape[1])
+        return PendingTokens(*choose_ahead(_select(logits, rows), plan.draws), logits.shape[1])
 
     def _plan_for(self, requests: Sequence[Request], vocab_size: int) -> _Plan:
         if self._plan is None or not self._plan.fits(requests, vocab_size):
