@@ -606,7 +606,15 @@ def test_settings_of_another_engine(model, stock):
     assert_idle(manager.engine)
 
 
-def test_the_clock_of_max_time_is_each_requests_own(manager):
+@pytest.fixture
+def slow_steps(shared):
+    """However fast the machine is, LONG tokens take half a second."""
+    handle = shared.register_forward_pre_hook(lambda *_: time.sleep(0.5 / LONG))
+    yield
+    handle.remove()
+
+
+def test_the_clock_of_max_time_is_each_requests_own(manager, slow_steps):
     config = GenerationConfig(max_new_tokens=LONG, max_time=0.3, eos_token_id=None)
     first = manager.add_request(PROMPTS[0], generation_config=config)
     (result,) = collect(manager, [first])[0]
