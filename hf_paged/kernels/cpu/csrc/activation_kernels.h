@@ -121,6 +121,27 @@ INLINE Vec activate(Vec x) {
   return x;
 }
 
+// An activation as a type: of what is handed to `use`, `decltype(choice)::value` is a constant.
+template <Activation A>
+struct Choice {
+  static constexpr Activation value = A;
+};
+
+template <class Use>
+INLINE void with_activation(Activation activation, const Use& use) {
+  switch (activation) {
+    case Activation::identity: return use(Choice<Activation::identity>());
+    case Activation::silu: return use(Choice<Activation::silu>());
+    case Activation::gelu: return use(Choice<Activation::gelu>());
+    case Activation::gelu_tanh: return use(Choice<Activation::gelu_tanh>());
+    case Activation::quick_gelu: return use(Choice<Activation::quick_gelu>());
+    case Activation::relu: return use(Choice<Activation::relu>());
+    case Activation::relu2: return use(Choice<Activation::relu2>());
+    case Activation::sigmoid: return use(Choice<Activation::sigmoid>());
+    case Activation::tanh: return use(Choice<Activation::tanh>());
+  }
+}
+
 template <Activation A, class T>
 static void activate_row(const T* gate, const T* up, T* y, int64_t size) {
   int64_t i = 0;

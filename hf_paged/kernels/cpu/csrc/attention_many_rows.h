@@ -17,8 +17,8 @@ namespace KERNEL_NAMESPACE {
 namespace {
 
 constexpr int MANY_KEYS = 128;              // keys of a chunk
-constexpr int ROW_UNIT = W == 16 ? 4 : 2;   // rows are multiplied 3, 2 or 1 units at a time
-constexpr int GROUP = 3 * ROW_UNIT;
+constexpr int ROW_UNIT = W == 16 ? 4 : 2;
+constexpr int GROUP = 3 * ROW_UNIT;         // rows that are multiplied at a time at most: 3, 2 or 1 units
 
 // out[r][c] (+)= sum over n elements e of left[r * LEFT_ROW + e * LEFT_STEP] * right[e * right_stride + c], for R rows
 // and C vectors of columns.
@@ -61,16 +61,10 @@ void multiply_rows(const float* left, const float* right, int64_t right_stride, 
 template <class Math, int LEFT_ROW, int LEFT_STEP, bool ADD>
 INLINE void multiply(const float* left, const float* right, int64_t right_stride, int n, float* out,
                      int64_t out_stride, int rows, int columns) {
-  int r = 0;
-  for (; r + 3 * ROW_UNIT <= rows; r += 3 * ROW_UNIT)
-    multiply_rows<Math, 3 * ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>(left + r * LEFT_ROW, right, right_stride, n,
-                                                                out + r * out_stride, out_stride, columns);
-  if (r + 2 * ROW_UNIT <= rows)
-    multiply_rows<Math, 2 * ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>(left + r * LEFT_ROW, right, right_stride, n,
-                                                                out + r * out_stride, out_stride, columns);
-  else if (r < rows)
-    multiply_rows<Math, ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>(left + r * LEFT_ROW, right, right_stride, n,
-                                                            out + r * out_stride, out_stride, columns);
+  const auto multiply_all = rows == 3 * ROW_UNIT   ? multiply_rows<Math, 3 * ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>
+                            : rows == 2 * ROW_UNIT ? multiply_rows<Math, 2 * ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>
+                                                   : multiply_rows<Math, ROW_UNIT, LEFT_ROW, LEFT_STEP, ADD>;
+  multiply_all(left, right, right_stride, n, out, out_stride, columns);
 }
 
 struct ManyRowsScratch {

@@ -262,7 +262,7 @@ class Stack {
     first.parts[0] = layer.gated ? layer.gate : layer.up;
     first.parts[1] = layer.up;
     first.num_parts = layer.gated ? 2 : 1;
-    first.y = buffers->get(3, (c.num_tokens < PAIR_ROWS ? c.num_tokens : PAIR_ROWS) * size);
+    first.y = buffers->get(3, (c.num_tokens < TOKENS_PER_CALL ? c.num_tokens : TOKENS_PER_CALL) * size);
     first.y_stride = size;
     first.y_dtype = inner;
     Block block{reading(layer, {first.y, size, inner}, size), first, true};

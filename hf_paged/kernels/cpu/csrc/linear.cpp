@@ -12,7 +12,6 @@ namespace hf_paged {
 namespace {
 
 constexpr int64_t MIN_ITEMS_PER_THREAD = 4;
-constexpr int64_t TOKENS_PER_CALL = PAIR_ROWS;  // packed activations of more would leave a core's cache, read again per item
 
 // Memory that a thread keeps: fresh pages would have to be faulted in at every call.
 float* scratch(std::vector<float>& kept, int64_t count) {
@@ -60,17 +59,27 @@ struct Split {
   }
 };
 
+// A block of packed tokens, as wide as blocks are at most.
+int64_t block_bytes(int64_t k, const LinearKernels& kernels) {
+  return (k + 31) / 32 * 32 * kernels.max_width * (kernels.pairs ? 2 : 4);
+}
+
+// Of all blocks that a call reads.
+int64_t packed_bytes(const LinearArgs& args) {
+  const LinearKernels& kernels = linear_kernels(args.weight_dtype);
+  const int64_t num_many = Split(args.num_tokens, kernels).num_many;
+  return (num_many + kernels.max_width - 1) / kernels.max_width * block_bytes(args.k, kernels);
+}
+
 class Call {
  public:
   explicit Call(const LinearArgs& args)
       : a(args), kernels(linear_kernels(args.weight_dtype)), epilogue(linear_epilogue()), split(a.num_tokens, kernels) {
-    const int64_t element = kernels.pairs ? 2 : 4;
     padded_k = (a.k + 31) / 32 * 32;
     num_blocks = (split.num_many + kernels.max_width - 1) / kernels.max_width;
-    block_bytes = padded_k * kernels.max_width * element;
-    few_bytes = split.num_few * padded_k * element;
+    const int64_t few_bytes = split.num_few * padded_k * (kernels.pairs ? 2 : 4);
     static thread_local std::vector<float> kept;
-    copied = (char*)scratch(kept, ((a.packed_x ? 0 : packed_bytes()) + few_bytes) / 4);
+    copied = (char*)scratch(kept, ((a.packed_x ? 0 : packed_bytes(a)) + few_bytes) / 4);
     packed = a.packed_x ? a.packed_x : copied + few_bytes;
     for (int i = 0; i < a.num_parts; i++) num_columns += a.parts[i].num_rows;
     if (a.gated) num_columns = a.parts[0].num_rows;
@@ -78,9 +87,6 @@ class Call {
     const int64_t wanted = MIN_ITEMS_PER_THREAD * torch::stable::get_num_threads();
     while (columns > 16 && num_columns / columns < wanted) columns -= 16;
   }
-
-  // Of the blocks that it reads.
-  int64_t packed_bytes() const { return num_blocks * block_bytes; }
 
   void run() {
     const int64_t num_groups = a.packed_x ? 0 : (split.num_many + kernels.lanes - 1) / kernels.lanes;
@@ -107,7 +113,7 @@ class Call {
     PackArgs p{a.x, a.x_stride, a.x_dtype, first, 0, a.k, nullptr, 0};
     p.count = std::min<int64_t>(kernels.lanes, split.num_many - first);
     p.width = width_of(std::min<int64_t>(kernels.max_width, split.num_many - start));
-    p.out = (char*)packed + block * block_bytes + (first - start) * 4;  // a token is a float, or a pair of bf16
+    p.out = (char*)packed + block * block_bytes(a.k, kernels) + (first - start) * 4;  // a token is a float, or a pair of bf16
     kernels.pack(p);
   }
 
@@ -122,7 +128,7 @@ class Call {
     constexpr int64_t tile_size = MAX_WIDTH * COLUMNS, sums_size = MAX_WIDTH * (COLUMNS + 16);
     float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + COLUMNS * padded_k);
     float *sums = tile + 2 * tile_size, *rest = sums + 2 * sums_size;
-    const int64_t packed_y_bytes = (num_columns + 31) / 32 * 32 * kernels.max_width * (kernels.pairs ? 2 : 4);
+    const int64_t read_at_once = block_bytes(a.k, kernels), written_at_once = block_bytes(num_columns, kernels);
     const void* rows[2][COLUMNS];
     float bias[2][COLUMNS];
     LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
@@ -141,7 +147,7 @@ class Call {
       out.first_token = few ? split.num_many : block * kernels.max_width;
       out.num_tokens = few ? split.num_few : std::min<int64_t>(kernels.max_width, split.num_many - out.first_token);
       const int64_t width = width_of(out.num_tokens);
-      t.x = few ? copied : packed + block * block_bytes;
+      t.x = few ? copied : packed + block * read_at_once;
       t.num_tokens = (int)(few ? split.num_few : width);
       out.tile = few || !a.packed_y ? tile : sums;
       out.up_tile = few || !a.packed_y ? tile + tile_size : sums + sums_size;
@@ -153,7 +159,7 @@ class Call {
         if (!few && !a.packed_y) epilogue.turn(t.out, t.num_rows, width, tile + i * tile_size);
       }
       if (few || !a.packed_y) epilogue.finish(a, out);
-      else epilogue.pack(a, out, a.packed_y + block * packed_y_bytes, width, kernels.pairs);
+      else epilogue.pack(a, out, a.packed_y + block * written_at_once, width, kernels.pairs);
     }
   }
 
@@ -170,7 +176,7 @@ class Call {
   const LinearKernels& kernels;
   const LinearEpilogue& epilogue;
   const Split split;
-  int64_t padded_k, num_blocks, block_bytes, few_bytes, num_columns = 0, columns;
+  int64_t padded_k, num_blocks, num_columns = 0, columns;
   const char* packed;
   char* copied;
 };
@@ -208,7 +214,7 @@ void linear_pair(const LinearArgs& first, const LinearArgs& second) {
     LinearArgs a = part_of(first, begin, count), b = part_of(second, begin, count);
     a.y = first.y;
     b.x = second.x;
-    b.packed_x = a.packed_y = (char*)scratch(kept, Call(b).packed_bytes() / 4);
+    b.packed_x = a.packed_y = (char*)scratch(kept, packed_bytes(b) / 4);
     Call(a).run();
     Call(b).run();
   });

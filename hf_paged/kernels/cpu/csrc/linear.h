@@ -127,9 +127,11 @@ inline const LinearEpilogue& linear_epilogue() {
 // Runs on torch's threads.
 void linear(const LinearArgs& args);
 
+// Tokens that are packed at a time: those of more would leave a core's cache, read again for every item.
+constexpr int64_t TOKENS_PER_CALL = 256;
+
 // Two linears, the second of which reads nothing but what the first writes: an MLP. What lies between never becomes
-// rows; y of the first is memory for PAIR_ROWS of them at least, or for all if there are fewer.
-constexpr int64_t PAIR_ROWS = 256;
+// rows; y of the first is memory for TOKENS_PER_CALL of them, or for all if there are fewer.
 void linear_pair(const LinearArgs& first, const LinearArgs& second);
 
 }  // namespace hf_paged

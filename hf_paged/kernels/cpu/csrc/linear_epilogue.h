@@ -51,26 +51,6 @@ static void write_tile(const LinearArgs& a, const LinearOutput& o) {
   }
 }
 
-template <Activation A>
-struct Choice {
-  static constexpr Activation value = A;
-};
-
-template <class Use>
-INLINE void with_activation(Activation activation, const Use& use) {
-  switch (activation) {
-    case Activation::identity: return use(Choice<Activation::identity>());
-    case Activation::silu: return use(Choice<Activation::silu>());
-    case Activation::gelu: return use(Choice<Activation::gelu>());
-    case Activation::gelu_tanh: return use(Choice<Activation::gelu_tanh>());
-    case Activation::quick_gelu: return use(Choice<Activation::quick_gelu>());
-    case Activation::relu: return use(Choice<Activation::relu>());
-    case Activation::relu2: return use(Choice<Activation::relu2>());
-    case Activation::sigmoid: return use(Choice<Activation::sigmoid>());
-    case Activation::tanh: return use(Choice<Activation::tanh>());
-  }
-}
-
 // What a column gives for a vector of tokens.
 template <Activation A, bool GATED>
 INLINE Vec activated(const LinearOutput& o, int column, int64_t token) {
