@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from ..target import Target
 from .costs import ModelCosts
 from .peers import OURS, PEERS, TRANSFORMERS
 
 STEP_REQUESTS = 64
 STEP_CONTEXT = 128
 Medians = dict[str, dict[str, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A target and what was measured.
-
-    Args:
-        what (`str`):
-            In words.
-        limit (`float`):
-            What must be reached.
-        at_least (`bool`):
-            Whether the figure must be at least the limit, not at most.
-        figure (`float`, *optional*):
-            What was measured; None where something it needs was not.
-    """
-
-    what: str
-    limit: float
-    at_least: bool
-    figure: float | None
-
-    @property
-    def is_met(self) -> bool | None:
-        """Returns whether it is met, or `None` if that is not known."""
-        if self.figure is None:
-            return None
-        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
-        return dataclasses.asdict(self) | {"is_met": self.is_met}
 
 
 def all_targets(medians: Medians, machine: dict[str, Any], costs: ModelCosts, w4_lengths: list[int]) -> list[Target]:

@@ -148,9 +148,7 @@ class AsyncStepLoop(StepLoop):
             if self._flights and not self._flights[-1].is_assumed:
                 live.scheduler.assume(self._flights[-1].output)
                 self._flights[-1].is_assumed = True
-            if live.scheduler.num_waiting:  # else nobody is admitted
-                self._watch.guard(live.block_manager)
-            output = live.scheduler.schedule()
+            output = self._schedule()
         except BaseException as error:
             self._start_over(error)
             raise

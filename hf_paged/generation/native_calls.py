@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..cache.step_cache import StepCache, StepLayer
-from ..kernels.cpu.decoder import LayerArguments
+from ..kernels.layers import LayerArguments
 from ..modeling.native_step import Substitute, substituted
 from .native_operators import Operators
 from .native_units import Unit, run_small

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.base import PagedAttentionBackend
 from ..kernels.cpu import decoder, library, linear, norms
-from ..kernels.cpu.decoder import LayerArguments
+from ..kernels.layers import LayerArguments
 from ..kernels.metadata import PagedAttentionMetadata
 from ..kernels.triton import device
 from ..modeling.patterns import reference

@@ -59,9 +59,7 @@ class StepLoop:
         try:
             live.scheduler.recover()
             self.drain_inbox()
-            if live.scheduler.num_waiting:  # else nobody is admitted
-                self._watch.guard(live.block_manager)
-            output = live.scheduler.schedule()
+            output = self._schedule()
         except BaseException as error:
             self._start_over(error)
             raise
@@ -131,6 +129,11 @@ class StepLoop:
         self.inbox.clear()
         self.runner = None
         self.live.forget_all(error, reason)
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.live.scheduler.num_waiting:  # else nobody is admitted
+            self._watch.guard(self.live.block_manager)
+        return self.live.scheduler.schedule()
 
     def _take_failure(self, output: SchedulerOutput, error: Exception) -> None:
         """A step has raised: it is run again, smaller, if that may help; else its requests fail."""

@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+from . import launching
 from .variant import KernelVariant
 
 # Splitting further costs more in merging than it gains in reading (sgl-project/sglang#35801).
@@ -78,7 +79,7 @@ def padded(head_dim: int) -> int:
         head_dim (`int`):
             Numbers of a head.
     """
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return launching.padded(head_dim, least=16)
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from ..base import PagedAttentionBackend
-from ..cpu.decoder import TENSORS, LayerArguments
 from ..cpu.rope import Pairs, RopeLayout
+from ..layers import LayerArguments
 from ..metadata import PagedAttentionMetadata
 from .activations import activation, gated_activation
 from .cache import rope_store
@@ -108,7 +108,7 @@ class _Layer:
     ):
         self.shape = arguments.shape
         self._arguments = arguments
-        self._tensors = dict(zip(TENSORS, arguments.tensors, strict=True))
+        self._tensors = arguments.named()
         self._backend = backend
         self._angles = angles
         self._metadata = metadata
@@ -149,18 +149,7 @@ class _Layer:
             query, key, value, self._angles if shape.rope_layout else None, self._rope_layout(),
             LayerCache(key_cache, value_cache), metadata.slot_mapping, norms,
         )  # fmt: skip
-        output = self._backend.attend(
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            scale=shape.scale,
-            window=None if shape.window < 0 else shape.window,
-            softcap=shape.softcap or None,
-            sinks=tensors["sinks"],
-            alibi_slopes=tensors["alibi_slopes"],
-        )
-        assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
+        output = self._arguments.attend(query, self._backend, metadata)
         return linear(output.flatten(1), tensors["o_weight"], tensors["o_bias"])
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.cpu.decoder import LayerShape
+from ...kernels.layers import LayerShape
 from .mlp import linear_sources
 from .norm import Norm, find_norm
 from .observation import (

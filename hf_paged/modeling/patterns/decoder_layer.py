@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.cpu.decoder import LayerShape
+from ...kernels.layers import LayerShape
 from .attention import AttentionBlock
 from .mlp import MLP, find_mlp
 from .norm import Norm, find_norm

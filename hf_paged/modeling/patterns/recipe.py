@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from ...kernels.layers import TENSORS, LayerArguments, LayerShape
 
 TENSOR_INDEX = {name: i for i, name in enumerate(TENSORS)}
 

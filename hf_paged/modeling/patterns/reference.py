@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...kernels.base import AttentionSpec
-from ...kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from ...kernels.layers import LayerArguments, LayerShape
 from ...kernels.metadata import PagedAttentionMetadata
 from ...kernels.reference import ReferenceBackend
 from .recipe import Activation, NormKind, QKNormKind, ResidualFlow, RopeLayout
@@ -96,7 +96,7 @@ class _Layer:
 
     def __init__(self, arguments: LayerArguments):
         self.shape = arguments.shape
-        self.tensors = dict(zip(TENSORS, arguments.tensors, strict=True))
+        self.tensors = arguments.named()
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight, bias = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"]
@@ -204,8 +204,6 @@ def decoder_layers(
 
 
 def _attending(arguments: LayerArguments, metadata: PagedAttentionMetadata | None) -> Attend:
-    shape, tensors = arguments.shape, dict(zip(TENSORS, arguments.tensors, strict=True))
-
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key_cache, value_cache = arguments.key_cache, arguments.value_cache
         assert metadata is not None and key_cache is not None and value_cache is not None, "attention needs blocks"
@@ -214,18 +212,6 @@ def _attending(arguments: LayerArguments, metadata: PagedAttentionMetadata | Non
         )
         backend = ReferenceBackend(spec)
         backend.store(key, value, key_cache, value_cache, metadata)
-        output = backend.attend(
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            scale=shape.scale,
-            window=None if shape.window < 0 else shape.window,
-            softcap=shape.softcap or None,
-            sinks=tensors["sinks"],
-            alibi_slopes=tensors["alibi_slopes"],
-        )
-        assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
-        return output
+        return arguments.attend(query, backend, metadata)
 
     return attend

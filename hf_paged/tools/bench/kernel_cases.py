@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ...cache.memory import allocate
 from ...kernels.cpu import activations, attention, decoder, linear, norms, rope, sampling
-from ...kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from ...kernels.layers import TENSORS, LayerArguments, LayerShape
 from ...kernels.metadata import PagedAttentionMetadata
 
 _PAIRS: dict[int, rope.Pairs] = {1: "half", 2: "interleaved", 3: "interleaved_to_half"}

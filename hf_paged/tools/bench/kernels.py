@@ -14,7 +14,7 @@ import torch
 
 from ...errors import NotSupportedError
 from ...kernels.cpu import library, peaks
-from ...kernels.cpu.decoder import LayerArguments
+from ...kernels.layers import LayerArguments
 from .kernel_cases import Case, KernelCases, Sizes
 from .report import Column, Report, gigabytes_per_second, percent, times
 from .session import BENCHMARKS, BenchSession

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from hf_paged.kernels.cpu import attention, decoder, rope, sampling
+from hf_paged.kernels.layers import TENSORS, LayerShape
 
 
 def attend(**changes: torch.Tensor) -> None:
@@ -55,8 +56,8 @@ def draw(
 def run_block(**changes: int) -> None:
     """An attention block of one head with numbers that do not fit it."""
     numbers = {"num_query_heads": 1, "num_kv_heads": 1, "key_dim": 8, "value_dim": 8, "rope_layout": 1, "rotary_dim": 8}
-    tensors = dict.fromkeys(decoder.TENSORS) | {f"{name}_weight": torch.randn(8, 8) for name in "qkvo"}
-    shape = decoder.LayerShape(has_mlp=0, residual_flow=3, **numbers | changes)
+    tensors = dict.fromkeys(TENSORS) | {f"{name}_weight": torch.randn(8, 8) for name in "qkvo"}
+    shape = LayerShape(has_mlp=0, residual_flow=3, **numbers | changes)
     caches = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8)
     lengths = _ints([[0]]), torch.tensor([0]), _ints([0, 1]), _ints([1])
     torch.ops.hf_paged.decoder_layers(

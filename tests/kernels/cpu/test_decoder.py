@@ -11,86 +11,19 @@ import pytest
 import torch
 
 from hf_paged.kernels.cpu import decoder
-from hf_paged.kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from hf_paged.kernels.layers import TENSORS, LayerArguments
 from hf_paged.kernels.metadata import PagedAttentionMetadata
 from hf_paged.modeling.patterns import reference
 from tests.kernels.cpu.levels import LEVELS, at_level
+from tests.kernels.layer_cases import HIDDEN, INNER, PLAIN, SHAPES, in_dtype, make_tensors, with_blocks
 
-HIDDEN, INNER, BLOCK_SIZE, NUM_BLOCKS = 40, 56, 8, 12
+BLOCK_SIZE, NUM_BLOCKS = 8, 12
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-PLAIN = LayerShape(
-    num_query_heads=6, num_kv_heads=2, key_dim=16, value_dim=16, rope_layout=1, rotary_dim=16, scale=0.25
-)
-SHAPES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    # name -> numbers that differ from PLAIN, tensors beside the linears' weights and the two norms'
-    "llama": ({}, set()),
-    "biases everywhere": ({}, {"q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"}),
-    "layer norms, ungated": ({"norm_kind": 2, "gated": 0, "activation": 3}, {"norm1_bias", "norm2_bias"}),
-    "parallel, one norm": ({"residual_flow": 1, "norm_kind": 2}, {"norm1_bias", "no norm2"}),
-    "parallel, two norms": ({"residual_flow": 2, "norm_kind": 2, "gated": 0, "activation": 2}, {"up_bias"}),
-    "norms before and after": (
-        {"norm_offset": 1.0, "softcap": 5.0, "activation": 3},
-        {"post_attention_norm_weight", "post_mlp_norm_weight"},
-    ),
-    "norms after only": (
-        {"qk_norm_kind": 2},
-        {
-            "no norm1",
-            "no norm2",
-            "post_attention_norm_weight",
-            "post_mlp_norm_weight",
-            "q_norm_weight",
-            "k_norm_weight",
-        },
-    ),
-    "normed heads": ({"qk_norm_kind": 1, "qk_norm_offset": 1.0}, {"q_norm_weight", "k_norm_weight"}),
-    "norms without weights": ({"bare_norms": 1, "bare_qk_norms": 1, "qk_norm_kind": 1}, {"no norm1", "no norm2"}),
-    "interleaved partial rope": ({"rope_layout": 2, "rotary_dim": 8, "rotary_begin": 4, "cos_step": 2}, set()),
-    "no rope, slopes": ({"rope_layout": 0}, {"alibi_slopes"}),
-    "window and sinks": ({"window": 5}, {"sinks"}),
-    "multiplied residuals": ({"residual_multiplier": 0.3, "sin_sign": -1.0}, set()),
-    "attention alone": ({"residual_flow": 3, "has_mlp": 0}, {"o_bias"}),
-    "MLP alone": ({"residual_flow": 3, "has_attention": 0}, {"down_bias"}),
-}
 
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from at_level(request.param, decoder.load)
-
-
-def make_tensors(shape: LayerShape, extra: set[str], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    rows = {
-        "q": shape.num_query_heads * shape.key_dim,
-        "k": shape.num_kv_heads * shape.key_dim,
-        "v": shape.num_kv_heads * shape.value_dim,
-        "o": HIDDEN,
-        "gate": INNER,
-        "up": INNER,
-        "down": HIDDEN,
-    }
-    columns = dict.fromkeys(rows, HIDDEN) | {"o": shape.num_query_heads * shape.value_dim, "down": INNER}
-    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
-    for name in (
-        rows if shape.has_attention and shape.has_mlp else "qkvo" if shape.has_attention else ("gate", "up", "down")
-    ):
-        if name != "gate" or shape.gated:
-            tensors[f"{name}_weight"] = torch.randn(rows[name], columns[name], dtype=dtype) / columns[name] ** 0.5
-        if f"{name}_bias" in extra:
-            tensors[f"{name}_bias"] = torch.randn(rows[name], dtype=dtype) / 4
-    wide = shape.qk_norm_kind == 2
-    sizes = {
-        "q_norm_weight": rows["q"] if wide else shape.key_dim,
-        "k_norm_weight": rows["k"] if wide else shape.key_dim,
-    }
-    norms = {f"{name}_weight" for name in ("norm1", "norm2") if f"no {name}" not in extra}
-    for name in (norms if shape.residual_flow != 3 else set()) | {
-        name for name in extra if "norm" in name and "_" in name
-    }:
-        tensors[name] = torch.randn(sizes.get(name, HIDDEN), dtype=dtype)
-    for name in {"sinks", "alibi_slopes"} & extra:
-        tensors[name] = torch.rand(shape.num_query_heads)
-    return list(tensors.values())
 
 
 def make_metadata() -> PagedAttentionMetadata:
@@ -102,17 +35,7 @@ def make_metadata() -> PagedAttentionMetadata:
 def make_layer(name: str, dtype: torch.dtype) -> LayerArguments:
     numbers, extra = SHAPES[name]
     shape = dataclasses.replace(PLAIN, **numbers)
-    layer = LayerArguments(shape, make_tensors(shape, extra, dtype))
-    if shape.has_attention:
-        layer.key_cache = torch.randn(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim, dtype=dtype)
-        layer.value_cache = torch.randn(NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim, dtype=dtype)
-    return layer
-
-
-def in_dtype(layer: LayerArguments, dtype: torch.dtype) -> LayerArguments:
-    tensors = [None if tensor is None else tensor.to(dtype) for tensor in layer.tensors]
-    caches = [None if cache is None else cache.to(dtype) for cache in (layer.key_cache, layer.value_cache)]
-    return LayerArguments(layer.shape, tensors, *caches)
+    return with_blocks(shape, make_tensors(shape, extra, dtype), dtype, NUM_BLOCKS, BLOCK_SIZE)
 
 
 def angles() -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from hf_paged.generation.sampling.random import uniforms
 from hf_paged.kernels.cpu import sampling
 from hf_paged.kernels.cpu.sampling import ANY, BEST, TRUNCATED
 from tests.kernels.cpu.levels import LEVELS, at_level
+from tests.kernels.sampling_cuts import CUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 16, 17, 129, 1000, 5003]  # less than a vector, tails of either width, several chunks
@@ -101,21 +102,6 @@ def test_rows_may_lie_apart() -> None:
 
 
 # ------------------------------------------------------------------ draws
-
-CUTS = [
-    {"top_k": 1},
-    {"top_k": 5, "top_p": 0.5},
-    {"top_k": 50, "top_p": 0.9, "temperature": 0.7},
-    {"top_k": 300, "min_p": 0.01},
-    {"top_k": 100_000},
-    {"top_p": 0.9},
-    {"top_p": 0.3, "temperature": 1.7},
-    {"top_p": 0.9999},
-    {"top_p": 0.95, "min_p": 0.05},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {},
-]
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])

@@ -20,89 +20,30 @@ from triton.runtime import interpreter as triton_interpreter
 from hf_paged.generation import native_layers
 from hf_paged.generation.native_operators import triton_operators
 from hf_paged.kernels import AttentionSpec, PagedAttentionMetadata, select_backend
-from hf_paged.kernels.cpu.decoder import TENSORS, LayerArguments, LayerShape
+from hf_paged.kernels.layers import LayerArguments, LayerShape
 from hf_paged.kernels.triton.operators import TritonLayers
 from hf_paged.modeling.patterns import reference
+from tests.kernels.layer_cases import HIDDEN, INNER, PLAIN, SHAPES, in_dtype, make_tensors, with_blocks
 from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-BLOCK_SIZE, HIDDEN, INNER = 16, 40, 56
-LLAMA = LayerShape(
-    num_query_heads=6, num_kv_heads=2, key_dim=16, value_dim=16, rope_layout=1, rotary_dim=16, scale=0.25
-)
-# name -> numbers that differ from LLAMA, and tensors beside the linears' weights and the two norms'
-CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "llama": ({}, set()),
-    "biases everywhere": ({}, {"q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"}),
-    "layer norms, ungated": ({"norm_kind": 2, "gated": 0, "activation": 3}, {"norm1_bias", "norm2_bias", "up_bias"}),
-    "parallel, one norm": ({"residual_flow": 1, "norm_kind": 2}, {"norm1_bias", "no norm2"}),
-    "parallel, two norms": ({"residual_flow": 2, "norm_kind": 2, "gated": 0, "activation": 2}, set()),
-    "norms before and after": (
-        {"norm_offset": 1.0, "softcap": 5.0, "activation": 3},
-        {"post_attention_norm_weight", "post_mlp_norm_weight"},
-    ),
-    "norms after only": (
-        {"qk_norm_kind": 2},
-        {
-            "no norm1",
-            "no norm2",
-            "post_attention_norm_weight",
-            "post_mlp_norm_weight",
-            "q_norm_weight",
-            "k_norm_weight",
-        },
-    ),
-    "normed heads": ({"qk_norm_kind": 1, "qk_norm_offset": 1.0}, {"q_norm_weight", "k_norm_weight"}),
-    "norms without weights": ({"bare_norms": 1, "bare_qk_norms": 1, "qk_norm_kind": 1}, {"no norm1", "no norm2"}),
-    "interleaved partial rope": ({"rope_layout": 2, "rotary_dim": 8, "rotary_begin": 4, "cos_step": 2}, set()),
-    "no rope, slopes": ({"rope_layout": 0}, {"alibi_slopes"}),
-    "window and sinks": ({"window": 5}, {"sinks"}),
-    "multiplied residuals": ({"residual_multiplier": 0.3, "sin_sign": -1.0}, set()),
-    "attention alone": ({"residual_flow": 3, "has_mlp": 0}, {"o_bias"}),
-    "MLP alone": ({"residual_flow": 3, "has_attention": 0}, {"down_bias"}),
+BLOCK_SIZE = 16
+CASES: dict[str, tuple[dict[str, Any], set[str]]] = SHAPES | {
     "one weight for q, k, v and one for gate, up": ({}, {"joined", "q_bias", "k_bias", "v_bias"}),
     "q, k and v head by head": ({"num_kv_heads": 6}, {"by head", "q_bias", "k_bias", "v_bias"}),
 }
 
 
-def sizes_of(shape: LayerShape, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the weights."""
-    query, key, value = (
-        shape.num_query_heads * shape.key_dim,
-        shape.num_kv_heads * shape.key_dim,
-        shape.num_kv_heads * shape.value_dim,
-    )
-    attention = {"q": (query, hidden), "k": (key, hidden), "v": (value, hidden), "o": (hidden, query)}
-    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    sizes = (attention if shape.has_attention else {}) | (mlp if shape.has_mlp else {})
-    return {name: size for name, size in sizes.items() if name != "gate" or shape.gated}
-
-
 def make_layer(
     shape: LayerShape, extra: set[str], dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER, blocks: int = 10
 ) -> LayerArguments:
-    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
-    for name, (rows, columns) in sizes_of(shape, hidden, inner).items():
-        tensors[f"{name}_weight"] = (torch.randn(rows, columns) / columns**0.5).to(dtype)
-        if f"{name}_bias" in extra:
-            tensors[f"{name}_bias"] = torch.randn(rows).to(dtype) / 4
+    tensors = make_tensors(shape, extra, dtype, hidden, inner)
     if "joined" in extra:
         join(tensors, ("q", "k", "v"))
         join(tensors, ("gate", "up"))
     if "by head" in extra:
         by_head(tensors, shape.num_query_heads)
-    wide = shape.qk_norm_kind == 2
-    heads = {"q_norm_weight": shape.num_query_heads if wide else 1, "k_norm_weight": shape.num_kv_heads if wide else 1}
-    names = {f"{name}_weight" for name in ("norm1", "norm2") if f"no {name}" not in extra}
-    for name in (names if shape.residual_flow != 3 else set()) | {n for n in extra if n in TENSORS and "norm" in n}:
-        tensors[name] = torch.randn(heads[name] * shape.key_dim if name in heads else hidden).to(dtype)
-    for name in {"sinks", "alibi_slopes"} & extra:
-        tensors[name] = torch.rand(shape.num_query_heads)
-    layer = LayerArguments(shape, list(tensors.values()))
-    if shape.has_attention:
-        layer.key_cache = torch.randn(blocks, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim).to(dtype)
-        layer.value_cache = torch.randn(blocks, shape.num_kv_heads, BLOCK_SIZE, shape.value_dim).to(dtype)
-    return layer
+    return with_blocks(shape, tensors, dtype, blocks, BLOCK_SIZE)
 
 
 def join(tensors: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -122,12 +63,6 @@ def by_head(tensors: dict[str, Any], num_heads: int) -> None:
         tensors.update({f"{name}_{kind}": view for name, view in zip("qkv", views, strict=True)})
 
 
-def in_float32(layer: LayerArguments) -> LayerArguments:
-    tensors = [None if tensor is None else tensor.float() for tensor in layer.tensors]
-    caches = [None if cache is None else cache.float() for cache in (layer.key_cache, layer.value_cache)]
-    return LayerArguments(layer.shape, tensors, *caches)
-
-
 def triton_layers(shape: LayerShape, dtype: torch.dtype) -> TritonLayers:
     dims = (shape.num_query_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim)
     return TritonLayers(select_backend(AttentionSpec(*dims, dtype, "cpu", BLOCK_SIZE), "triton"))
@@ -138,10 +73,10 @@ def compare(name: str, dtype: torch.dtype) -> dict[str, Any]:
     tables = np.array([[3, 7, 0], [1, 0, 0], [2, 9, 4]], dtype=np.int32)
     metadata = PagedAttentionMetadata.build(tables, np.array([1, 1, 6]), np.array([21, 4, 40]), BLOCK_SIZE)
     numbers, extra = CASES[name]
-    shape = dataclasses.replace(LLAMA, **numbers)
+    shape = dataclasses.replace(PLAIN, **numbers)
     layers = [make_layer(shape, extra, dtype) for _ in range(1 if shape.is_block else 2)]
     wide, hidden, angle = (
-        [in_float32(layer) for layer in layers],
+        [in_dtype(layer, torch.float32) for layer in layers],
         torch.randn(8, HIDDEN).to(dtype),
         torch.rand(8, 16) * 6,
     )

@@ -14,25 +14,11 @@ import torch
 
 from hf_paged.generation.sampling.random import uniforms
 from hf_paged.kernels.triton.sampling import ANY, BEST, TRUNCATED, argmax_tokens, draw_tokens
+from tests.kernels.sampling_cuts import CUTS
 from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
 
 MARGIN = 3e-6  # float32 sums: so near to the border of its share, either of two tokens is right
-CUTS: list[dict[str, Any]] = [
-    {"top_k": 1},
-    {"top_k": 5, "top_p": 0.5},
-    {"top_k": 50, "top_p": 0.9, "temperature": 0.7},
-    {"top_k": 300, "min_p": 0.01},
-    {"top_k": 100_000},
-    {"top_p": 0.9},
-    {"top_p": 0.3, "temperature": 1.7},
-    {"top_p": 0.9999},
-    {"top_p": 0.95, "min_p": 0.05},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {},
-    {"kind": ANY},
-    {"kind": ANY, "temperature": 3.0},
-]
+ALL_CUTS = [*CUTS, {"kind": ANY}, {"kind": ANY, "temperature": 3.0}]
 
 
 def scores_of(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -103,8 +89,8 @@ def num_wrong(scores: torch.Tensor, cuts: list[dict[str, Any]], seed: int = 0) -
 
 
 def cut(dtype: torch.dtype, size: int, scale: float) -> tuple[int, int]:
-    scores = scores_of(len(CUTS), size, dtype=dtype, scale=scale, seed=size)
-    return num_wrong(scores, CUTS, seed=size), len(CUTS)
+    scores = scores_of(len(ALL_CUTS), size, dtype=dtype, scale=scale, seed=size)
+    return num_wrong(scores, ALL_CUTS, seed=size), len(ALL_CUTS)
 
 
 def tied(top_k: int = 0, top_p: float = 1.0) -> tuple[int, int]:
@@ -172,11 +158,11 @@ def rows_apart() -> tuple[int, int]:
 
 def batch_mates() -> tuple[int, int]:
     """A row's token is the same alone, in other company and elsewhere in memory."""
-    scores, keys = scores_of(len(CUTS), 300, dtype=torch.bfloat16), keys_of(len(CUTS), 5)
-    together = draw(scores, CUTS, keys)
-    alone = [int(draw(scores[i : i + 1].clone(), CUTS[i : i + 1], keys[i : i + 1])) for i in range(len(CUTS))]
-    back = draw(scores.flip(0), CUTS[::-1], keys.flip(0)).flip(0)
-    return int((together != torch.tensor(alone)).sum() + (together != back).sum()), 2 * len(CUTS)
+    scores, keys = scores_of(len(ALL_CUTS), 300, dtype=torch.bfloat16), keys_of(len(ALL_CUTS), 5)
+    together = draw(scores, ALL_CUTS, keys)
+    alone = [int(draw(scores[i : i + 1].clone(), ALL_CUTS[i : i + 1], keys[i : i + 1])) for i in range(len(ALL_CUTS))]
+    back = draw(scores.flip(0), ALL_CUTS[::-1], keys.flip(0)).flip(0)
+    return int((together != torch.tensor(alone)).sum() + (together != back).sum()), 2 * len(ALL_CUTS)
 
 
 CASES: dict[str, Callable[[], tuple[int, int]]] = {

@@ -1,4 +1,4 @@
-// torch.ops.hf_paged.decoder_layers: reads lists of tensors and numbers, in the order of kernels/cpu/decoder.py.
+// torch.ops.hf_paged.decoder_layers: reads lists of tensors and numbers, in the order of kernels/layers.py.
 #include "decoder.h"
 #include "linear_tensors.h"
 
