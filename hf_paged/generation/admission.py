@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .sampling.features import SamplingFeatures
 from .sampling.params import SamplingParams
 
 _SEED_MASK = 2**64 - 1
+_KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ def check_prompt(prompt_token_ids: Any, limits: Limits) -> list[int]:
 
     Args:
         prompt_token_ids (`Any`):
-            A list, tensor or array of token ids.
+            A list or another sequence, a tensor or array of token ids.
         limits (`Limits`):
             What a request must respect.
 
@@ -56,7 +58,7 @@ def check_prompt(prompt_token_ids: Any, limits: Limits) -> list[int]:
     """
     if hasattr(prompt_token_ids, "tolist"):
         prompt_token_ids = prompt_token_ids.tolist()
-    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Iterable):
+    if isinstance(prompt_token_ids, (str, bytes)) or not isinstance(prompt_token_ids, Sequence):
         raise InvalidRequestError(
             f"`prompt_token_ids` must be a list of token ids, got {type(prompt_token_ids).__name__}; "
             "tokenize the text first."
@@ -67,8 +69,8 @@ def check_prompt(prompt_token_ids: Any, limits: Limits) -> list[int]:
             "The prompt is empty: it has no token to continue from (the tokenizer adds no beginning-of-sequence token)."
         )
     for place, token in enumerate(tokens):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise InvalidTokenError(f"`prompt_token_ids[{place}]` must be a whole number, got {token!r}.")
+        if type(token) is not int:
+            token = tokens[place] = _whole_number(token, place)
         if not 0 <= token < limits.num_embeddings:
             raise InvalidTokenError(
                 f"`prompt_token_ids[{place}]` is {token}, outside the model's vocabulary of {limits.num_embeddings} "
@@ -76,6 +78,38 @@ def check_prompt(prompt_token_ids: Any, limits: Limits) -> list[int]:
             )
     _check_length(len(tokens), limits.plan)
     return tokens
+
+
+def _whole_number(token: Any, place: int) -> int:
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except (TypeError, ValueError):
+        pass
+    raise InvalidTokenError(f"`prompt_token_ids[{place}]` must be a whole number, got {token!r}.")
+
+
+def check_extra_keys(extra_keys: Any) -> None:
+    """Checks keys, which are compared and hashed with those of all other requests.
+
+    Args:
+        extra_keys (`Any`):
+            What a caller gave.
+
+    Raises:
+        InvalidRequestError: If they are not a tuple of strings, bytes, numbers, `None`, and such tuples.
+    """
+    if type(extra_keys) is not tuple:
+        raise InvalidRequestError(f"`extra_keys` must be a tuple, got {type(extra_keys).__name__}.")
+    parts = list(extra_keys)
+    while parts:
+        part = parts.pop()
+        if type(part) is tuple:
+            parts += part
+        elif type(part) not in _KEY_TYPES:
+            raise InvalidRequestError(
+                f"`extra_keys` may hold strings, bytes, numbers, None and tuples of them, not {type(part).__name__}."
+            )
 
 
 def _check_length(length: int, plan: EnginePlan) -> None:

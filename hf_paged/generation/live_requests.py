@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cache.block_manager import BlockManager
@@ -43,6 +43,24 @@ class StepTokens:
     requests: list[Request]
     rows: list[int]
     chosen_elsewhere: list[tuple[Request, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """Gives a request to the scheduler, when it is called.
+
+    Args:
+        live (`LiveRequests`):
+            The requests.
+        state (`RequestState`):
+            The new one.
+    """
+
+    live: LiveRequests
+    state: RequestState
+
+    def __call__(self) -> None:
+        self.live.add(self.state)
 
 
 class LiveRequests:
@@ -92,6 +110,8 @@ class LiveRequests:
             state (`RequestState`):
                 A request that is in `states` and whose ids are in `ids`.
         """
+        if state.group.is_finished:  # all was forgotten while it was being queued
+            return
         self.scheduler.add(state.group)
         first = state.group.requests[0]  # the branches are alike
         if first.needs_host_tokens or not self._sampler.can_start([first]):
@@ -128,26 +148,33 @@ class LiveRequests:
             for request in state.group.requests:
                 self.scheduler.finish(request, FinishReason.STOP)
             self.abort(state.request_id)
+            if self.states.get(state.request_id) is not state:
+                state.finished = True  # also if Ctrl-C kept it from ever being queued
 
-    def forget_all(self, error: EngineError, reason: FinishReason) -> None:
-        """Ends all requests without asking the scheduler, and forgets all blocks.
+    def forget_all(self, error: EngineError, reason: FinishReason, arriving: Sequence[RequestState] = ()) -> None:
+        """Ends all requests without asking the scheduler, and forgets all blocks. May be done again if interrupted.
 
         Args:
             error (`EngineError`):
                 What those who wait are told.
             reason (`FinishReason`):
                 Why the requests ended.
+            arriving (`Sequence[RequestState]`, *optional*):
+                Requests that the scheduler will be given later; they are spared.
         """
-        for state in list(self.states.values()):
+        spared = set(map(id, arriving))
+        forgotten = [state for state in list(self.states.values()) if id(state) not in spared]
+        for state in forgotten:
             for request in state.group.requests:
                 if not request.is_finished:
                     request.error, request.finish_reason = error, reason
                     request.status = RequestStatus.FINISHED
+        self.reset()
+        for state in forgotten:  # callers' callbacks run: all is in order by now
             try:
                 self._settle(state)
             except Exception:
                 logger.exception("could not tell the caller of request %r that it ended", state.request_id)
-        self.reset()
 
     def reset(self) -> None:
         """Forgets all blocks; nobody may be running. What was counted so far still counts."""
@@ -358,7 +385,7 @@ class LiveRequests:
 
     def _settle(self, state: RequestState) -> None:
         """Tells the caller about news, and lets go of a request whose answers have all ended."""
-        if state.group.is_finished and not state.finished:
+        if state.group.is_finished and self.states.get(state.request_id) is state:
             for answer in state.answers:
                 try:
                     answer.advance()
@@ -367,11 +394,11 @@ class LiveRequests:
                 except BaseException as error:
                     self._fail_text(answer.request, error)
                 self._sampler.forget(answer.request.request_id)
-            self.states.pop(state.request_id, None)
             self.ids -= ids_of(state)
             self._host_bound.discard(state.request_id)
             self.counters.num_finished += 1
             state.finished = True
+            del self.states[state.request_id]  # last: interrupted before, it is done again
         if state.on_update is not None:
             try:
                 state.on_update(state)

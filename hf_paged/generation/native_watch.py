@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..modeling.native_step import has_own_forward
 from ..modeling.patterns.plain import any_global_hook, obstacle
 from .native_units import Unit
-from .weights import SeenTensors
+from .seen_tensors import SeenTensors
 
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.methodcaller("is_contiguous")
@@ -49,7 +49,7 @@ class StructureWatch:
 
     def __init__(self, model: Any):
         modules = [module for module in model.modules() if module is not model]
-        config = model.config.get_text_config(decoder=True)
+        config = model.config.get_text_config(decoder=True) if hasattr(model, "config") else None
         self._edges = [(m._modules, name) for m in (model, *modules) for name in m._modules]
         self._settings = [
             (vars(m), name)
@@ -58,7 +58,8 @@ class StructureWatch:
             for name, value in vars(m).items()
             if _is_setting(name, value)
         ]
-        self._settings += [(vars(config), name) for name, value in vars(config).items() if type(value) in _PLAIN]
+        if config is not None:
+            self._settings += [(vars(config), name) for name, value in vars(config).items() if type(value) in _PLAIN]
         self._collections = [
             (vars(m), name) for m in modules for name, value in vars(m).items() if _is_collection(name, value)
         ]

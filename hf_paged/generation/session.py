@@ -329,11 +329,12 @@ class Session:
             request.session = self
             self._places[request.request_id] = row
         self.requests = [*self.requests, *group.requests]
-        self._states.append(RequestState(group, None, None, None))
+        state = RequestState(group, None, None, None)
         try:
-            engine.enqueue(self._states[-1])
+            self._states.append(state)
+            engine.enqueue(state)
         except BaseException:
-            self._states.pop()  # nobody will ever end it
+            self._states = [known for known in self._states if known is not state]  # nobody will ever end it
             raise
 
     def _wait(self) -> torch.Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ..errors import EngineError, StepFailedError, StepMemoryError
-from .live_requests import LiveRequests
+from .live_requests import Arrival, LiveRequests
 from .model_runner import ModelRunner
 from .request import FinishReason
 from .sampling.sampler import Sampler
@@ -48,6 +49,7 @@ class StepLoop:
         self.inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._make_runner = make_runner
         self._watch = watch
+        self._is_torn = False  # bookkeeping has begun and has not come to its end
 
     def step(self) -> bool:
         """Runs one step.
@@ -56,13 +58,10 @@ class StepLoop:
             `bool`: Whether there was anything to do.
         """
         live, started = self.live, time.perf_counter()
-        try:
+        with self._bookkeeping():
             live.scheduler.recover()
-            self.drain_inbox()
+            self._drain()
             output = self._schedule()
-        except BaseException as error:
-            self._start_over(error)
-            raise
         if not output.scheduled:
             return False
         scheduled = time.perf_counter()
@@ -81,12 +80,9 @@ class StepLoop:
             live.scheduler.cancel(output)
             raise
         sampled = time.perf_counter()
-        try:
+        with self._bookkeeping():
             self._watch.confirm(live.block_manager)
             live.collect(output, result, tokens, choice, refused, runner.read)
-        except BaseException as error:
-            self._start_over(error)
-            raise
         counters = live.counters
         counters.seconds_schedule += scheduled - started
         counters.seconds_inputs += handle.seconds_inputs
@@ -101,6 +97,26 @@ class StepLoop:
         Returns:
             `bool`: Whether there was anything to do.
         """
+        with self._bookkeeping():
+            return self._drain()
+
+    @contextlib.contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """If what is done here is interrupted, no block table can be trusted: every request fails.
+
+        A second Ctrl-C may interrupt that, too; it is then completed before anything else is done.
+        """
+        if self._is_torn:
+            self._start_over(None)
+        self._is_torn = True
+        try:
+            yield
+        except BaseException as error:
+            self._start_over(error)
+            raise
+        self._is_torn = False
+
+    def _drain(self) -> bool:
         worked = False
         while self.inbox:
             self.inbox.popleft()()
@@ -117,7 +133,12 @@ class StepLoop:
         """Frees the pool, at once."""
         self.runner = None
 
-    def forget_all(self, error: EngineError, reason: FinishReason) -> None:
+    def forget_model(self) -> None:
+        """Lets go of everything that belongs to the model."""
+        self.drop_runner()
+        self._watch.clear()
+
+    def forget_all(self, error: EngineError, reason: FinishReason, keep_posted: bool = False) -> None:
         """Ends all requests and frees the pool, without asking the scheduler.
 
         Args:
@@ -125,10 +146,16 @@ class StepLoop:
                 What those who wait are told.
             reason (`FinishReason`):
                 Why the requests ended.
+            keep_posted (`bool`, defaults to `False`):
+                Whether what was posted and not done yet stays, requests among it.
         """
-        self.inbox.clear()
+        self._is_torn = True
+        if not keep_posted:
+            self.inbox.clear()
+        arriving = [action.state for action in tuple(self.inbox) if isinstance(action, Arrival)]
         self.runner = None
-        self.live.forget_all(error, reason)
+        self.live.forget_all(error, reason, arriving)
+        self._is_torn = False
 
     def _schedule(self) -> SchedulerOutput:
         if self.live.scheduler.num_waiting:  # else nobody is admitted
@@ -160,8 +187,7 @@ class StepLoop:
         self.live.counters.num_shrunk_steps += 1
         return True
 
-    def _start_over(self, cause: BaseException) -> None:
-        """The bookkeeping itself was interrupted: no block table can be trusted, so every request fails."""
+    def _start_over(self, cause: BaseException | None) -> None:
         error = EngineError("The engine was interrupted between two steps and started over.")
         error.__cause__ = cause
-        self.forget_all(error, FinishReason.ERROR)
+        self.forget_all(error, FinishReason.ERROR, keep_posted=True)

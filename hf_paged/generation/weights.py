@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from .adapters import CHANGES, is_adapter_layer, lasting_buffers, layer_state, taking_part, weights_by_adapter
+from .native_watch import StructureWatch
+from .seen_tensors import SeenTensors, watch_optimizers
 
 if TYPE_CHECKING:
     from ..cache.block_manager import BlockManager
 
 _epochs = itertools.count(1)
-_version = operator.attrgetter("_version")
 _CAPTURING = "transformers.utils.output_capturing"
-_optimizer_steps: dict[int, int] = {}  # by the address of a parameter
-
-
-def _count_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Fused optimizers, such as the default one of Transformers' Trainer, write without counting versions up."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            address = _address(parameter)
-            _optimizer_steps[address] = _optimizer_steps.get(address, 0) + 1
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-class SeenTensors:
-    """What some weights were at one moment. Keeps neither them nor their memory.
-
-    Args:
-        tensors (`Sequence[torch.Tensor]`):
-            The weights.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()):
-        self._signs = _signs(tensors)
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)]
-        self._handles = [storage.cdata for storage in self._storages]
-
-    def are_still(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Returns whether weights are these, and nobody has written to them.
-
-        Objects and addresses come back when memory is used again, so the storages have to be there still.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                The weights of now.
-        """
-        return self._signs == _signs(tensors) and not any(map(torch.UntypedStorage._expired, self._handles))
-
-
-def _signs(tensors: Sequence[torch.Tensor]) -> list[list]:
-    """The objects, addresses and versions of weights, and how often optimizers wrote to them."""
-    try:
-        objects, addresses, versions = (list(map(sign, tensors)) for sign in (id, torch.Tensor.data_ptr, _version))
-    except RuntimeError:  # some quantized weights have no address, inference tensors no version
-        objects, addresses, versions = (list(map(sign, tensors)) for sign in (id, _address, _version_of))
-    return [objects, addresses, versions, list(map(_optimizer_steps.get, addresses)) if _optimizer_steps else []]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.untyped_storage() is not None
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 class WeightWatch:
@@ -100,15 +31,16 @@ class WeightWatch:
     weights makes all cached K/V worthless. Adapters come and go instead: the K/V under each state of them are kept
     apart by a key, and found again when that state comes back. The key stands for the weights that take part and their
     scales, not for an adapter's name. Forward hooks, forward pre-hooks and a `forward` that was set on a module count
-    as its own weights: adding or removing one (a steering vector) is a write.
+    as its own weights: adding or removing one (a steering vector) is a write. So do, in a model without adapters, plain
+    attributes of modules and of the configuration (`scaling`), and modules and forwards that are replaced.
 
     What it cannot see is for `Engine.weights_changed`: writes through `weight.data` other than PEFT's own, through
-    arrays that share a weight's memory, and in place to inference tensors; what a hook reads; plain attributes of
-    modules (`scaling`), modules without weights that are replaced, and methods that are replaced in a class.
+    arrays that share a weight's memory, and in place to inference tensors; what a hook reads; methods other than
+    `forward` that are replaced in a class; attributes beside adapters.
 
     Args:
         model (`PreTrainedModel`):
-            The model. Neither it nor its weights are kept alive.
+            The model, which is not kept alive; its modules are until `clear`.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -121,8 +53,13 @@ class WeightWatch:
         self._changes = (0, 0)
         self._patches: tuple[list, list] = ([], [])
         self._num_handles = 0  # how many hooks there were in this process, of whatever model
-        _watch_optimizers()
+        self._structure: StructureWatch | None = None
+        watch_optimizers()
         self._look(model)
+
+    def clear(self) -> None:
+        """Lets go of the model's modules."""
+        self._structure = None
 
     def guard(self, blocks: BlockManager) -> None:
         """Sees to it that only K/V of the weights of now are found; to be called before blocks are looked up.
@@ -168,6 +105,7 @@ class WeightWatch:
         self._num_handles = num_handles
         tensors, layers, patches = _parts_of(model)
         is_patched, self._patches = patches != self._patches, patches
+        is_patched |= self._is_rebuilt(model, bool(layers))
         is_hooked = num_handles != num_handles_before
         states = [layer_state(layer) for layer in layers]
         before = self._changes
@@ -180,6 +118,19 @@ class WeightWatch:
         self._adapters = {str(name): self._numbered(str(name), tensors) for name, tensors in weights.items()}
         self.key = self._make_key()
         return is_written, is_hooked or changes[1] != before[1]
+
+    def _is_rebuilt(self, model: torch.nn.Module, has_adapters: bool) -> bool:
+        """Returns whether modules, their attributes or their forwards are others than at the last look.
+
+        Adapters come and go by such changes, and are told apart in their own way.
+        """
+        before, is_same = (
+            self._structure,
+            not has_adapters and self._structure is not None and self._structure.is_same(),
+        )
+        if not is_same:
+            self._structure = None if has_adapters else StructureWatch(model)
+        return before is not None and self._structure is not None and not is_same
 
     def _numbered(self, name: str, tensors: list[torch.Tensor]) -> tuple[SeenTensors, int]:
         known = self._adapters.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,13 @@ from hf_paged import (
     SamplingParams,
     StepFailedError,
 )
-from hf_paged.generation.request import RequestExtras
+from hf_paged.generation.admission import make_group
+from hf_paged.generation.answer import RequestState
+from hf_paged.generation.live_requests import LiveRequests
+from hf_paged.generation.request import NO_EXTRAS, RequestExtras
+from hf_paged.generation.session import Session
+from hf_paged.generation.step_loop import StepLoop
+from hf_paged.generation.waiting import WaitingRoom
 from tests.families import greedy, tiny_model
 from tests.paged_models import assert_idle
 from tests.tokenizers_for_tests import VOCAB_SIZE, tiny_tokenizer
@@ -103,6 +110,125 @@ def test_interrupt_while_a_request_is_being_queued(model, monkeypatch):
     monkeypatch.undo()
     engine.release()
     assert_idle(engine)
+
+
+def interrupted_once(monkeypatch, owner, name: str, times: int = 1, after: bool = False) -> list[int]:
+    """Ctrl-C strikes at the beginning of a method, or at its end, at its first calls."""
+    method, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > times:
+            return method(*args, **kwargs)
+        if after:
+            method(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return calls
+
+
+def test_a_second_interrupt_while_the_callers_are_told_of_the_first(model):
+    """The pool is a new one by then: what was cached in the old one must not be found."""
+    engine = model.engine
+    expected = engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+    def on_update(state):
+        if interrupts:
+            raise interrupts.pop()
+
+    told = engine.add_request(PROMPT[:20], PARAMS, on_update=on_update)
+    others = [engine.add_request(PROMPT[:n], PARAMS) for n in (30, 40)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.wait(told)
+    for _ in range(2):
+        assert engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == expected
+    assert all(state.finished for state in [told, *others])
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("place", [(StepLoop, "forget_all"), (LiveRequests, "forget_all"), (LiveRequests, "reset")])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_second_interrupt_while_the_engine_starts_over(model, place, after, monkeypatch):
+    engine = model.engine
+    expected = engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+    states = [engine.add_request(PROMPT[:n], PARAMS) for n in (20, 30)]
+    interrupted_once(monkeypatch, LiveRequests, "collect", after=after)
+    interrupted_once(monkeypatch, *place, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        engine.wait(states[0])
+    for _ in range(2):
+        assert engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == expected
+    assert all(state.finished for state in states)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("place", [(WaitingRoom, "leave"), (LiveRequests, "end"), (LiveRequests, "abort")])
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupt_while_a_call_gives_its_rows_back(model, place, after, monkeypatch):
+    def beams():
+        return model.generate(torch.tensor([PROMPT[:20]]), num_beams=3, max_new_tokens=6, do_sample=False)
+
+    engine, expected = model.engine, beams()
+    calls = interrupted_once(monkeypatch, *place, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        beams()
+    assert calls and torch.equal(beams(), expected)
+    assert_idle(engine)
+
+
+def test_a_request_that_is_posted_when_an_interrupt_strikes_is_told(model, monkeypatch):
+    engine = model.engine
+    interrupted_once(monkeypatch, LiveRequests, "add")
+    state = engine.add_request(PROMPT[:20], PARAMS)
+    with pytest.raises(KeyboardInterrupt):
+        engine.release()
+    engine.wait(state)
+    assert isinstance(state.error, EngineError)
+    assert_idle(engine)
+
+
+def test_interrupt_before_a_row_is_queued(model, monkeypatch):
+    """Nobody knows of it, so nobody will ever end it."""
+    interrupted_once(monkeypatch, type(model.engine), "enqueue")
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(torch.tensor([PROMPT[:20]]), num_beams=3, max_new_tokens=6)
+    monkeypatch.undo()
+    session = Session(model.engine, 4)
+    interrupted_once(monkeypatch, type(model.engine), "enqueue")
+    with pytest.raises(KeyboardInterrupt):
+        session.start([PROMPT[:20]])
+    session.close()
+    limits, params = model.engine.limits, model.engine.resolve(PARAMS)
+    group = make_group(PROMPT[:20], params, limits, request_id=None, priority=0, extra_keys=(), extras=NO_EXTRAS)
+    unknown = RequestState(group, None, None, None)
+    model.engine.end([unknown])
+    assert unknown.finished
+    assert_idle(model.engine)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(torch.zeros(3),), (np.zeros(3),), ((1, [2]),), [1], "ab", None, ({},), (object(),)],
+    ids=lambda keys: type(keys).__name__,
+)
+def test_keys_that_cannot_be_compared_are_refused_and_touch_nobody(model, keys):
+    engine = model.engine
+    running = engine.add_request(PROMPT[:20], PARAMS)
+    with pytest.raises(InvalidRequestError, match="`extra_keys`"):
+        engine.add_request(PROMPT[:20], PARAMS, extra_keys=keys)
+    engine.wait(running)
+    assert running.error is None and len(running.output().outputs[0].token_ids) == 6
+
+
+def test_token_ids_may_be_numbers_of_any_library(model):
+    expected = model.engine.generate([PROMPT[:5]], PARAMS)[0].outputs[0].token_ids
+    for prompt in (list(np.array(PROMPT[:5])), list(torch.tensor(PROMPT[:5])), tuple(PROMPT[:5]), np.array(PROMPT[:5])):
+        assert model.engine.generate([prompt], PARAMS)[0].outputs[0].token_ids == expected
+    for prompt in ([True, 2], [np.bool_(True)], [1.0], [np.float32(1)], {1: 2}, {1, 2}, iter([1, 2])):
+        with pytest.raises(InvalidRequestError):
+            model.engine.generate([prompt], PARAMS)
 
 
 @pytest.mark.parametrize("name", ["generate", "release", "sleep"])

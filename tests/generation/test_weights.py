@@ -9,7 +9,7 @@ import torch
 
 from hf_paged import SamplingParams
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.generation import weights
+from hf_paged.generation import native_layers, seen_tensors
 from hf_paged.generation.weights import WeightWatch
 from tests.conftest import random_prompts
 from tests.families import tiny_model
@@ -383,7 +383,7 @@ def test_frequencies_that_transformers_writes_anew_are_no_weights():
 def test_memory_that_is_used_again_is_another_weight(monkeypatch):
     """Objects, addresses and versions come back: all three together do not tell two weights apart."""
     model = torch.nn.Linear(3, 3)
-    monkeypatch.setattr(weights, "_signs", lambda tensors: [len(tensors)])
+    monkeypatch.setattr(seen_tensors, "_signs", lambda tensors: [len(tensors)])
     watch = WeightWatch(model)
     assert told(watch) == ["same"]
     model.weight = torch.nn.Parameter(torch.zeros(3, 3))
@@ -404,6 +404,48 @@ def test_weights_are_not_kept_alive():
     watch, storage = WeightWatch(model), torch.multiprocessing.reductions.StorageWeakRef(model.weight.untyped_storage())
     del model
     assert storage.expired() and watch.key == ()
+
+
+class _Negated(torch.nn.Linear):
+    def forward(self, input):
+        return -super().forward(input)
+
+
+def _patched_class(model, monkeypatch):
+    forward = type(model.model.layers[0].mlp).forward
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: 2 * forward(self, x))
+
+
+def _other_class(model, monkeypatch):
+    v_proj(model).__class__ = _Negated
+
+
+def _other_activation(model, monkeypatch):
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _attribute(model, monkeypatch):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def _norm(model, monkeypatch):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+@pytest.mark.parametrize("change", [_patched_class, _other_class, _other_activation, _attribute, _norm])
+@pytest.mark.parametrize("isa", [None, "torch"])
+def test_a_forward_that_becomes_another_one_flushes_the_prefix_cache(change, isa, monkeypatch):
+    """With native operators and without."""
+    if isa is not None:
+        monkeypatch.setattr(native_layers, "native_operators", lambda: None)
+    model = paged("llama")
+    ask(model)
+    before, cached = ask(model)
+    assert cached > 0
+    change(model, monkeypatch)
+    answer, cached = ask(model)
+    assert (answer, cached) == (stock_answer(model), 0)
+    assert answer != before and ask(model)[1] > 0
 
 
 def test_weights_made_in_inference_mode():

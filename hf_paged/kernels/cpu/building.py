@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ...errors import HfPagedError
 
+UNFINISHED_PREFIX = "build-"  # of folders in which a library is being built, beside where it will be
 SOURCES = Path(__file__).parent / "csrc"
 # torch's stable ABI as of 2.10: the library then works with every later torch, and with every Python.
 _FLAGS = (
@@ -177,7 +178,7 @@ def compile_library(output: Path, compiler: Compiler, torch: Torch, sources: Pat
 
 def _compile(output: Path, compiler: Compiler, torch: Torch, sources: Path) -> None:
     files = sorted(sources.glob("*.cpp"), key=lambda path: (_level(path), path.name))
-    with tempfile.TemporaryDirectory(prefix="build-", dir=output.parent) as name:
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED_PREFIX, dir=output.parent) as name:
         work = Path(name)
         # Relative names: no path of this machine ends up in the library's messages.
         include = torch.folder / "include"

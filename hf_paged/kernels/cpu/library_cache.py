@@ -25,13 +25,16 @@ from pathlib import Path
 import filelock
 
 from ...cache_folder import cache_folder
+from .building import UNFINISHED_PREFIX
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_NAME = "libhf_paged_cpu.so"
 _MANIFEST_NAME = "libhf_paged_cpu.json"
-_LOCK_TIMEOUT = 900.0  # seconds; a lock whose process died is free at once, so this is for a stuck file system
+_LOCK_TIMEOUT = 1800.0  # seconds; a lock whose process died is free at once, so this is for a stuck file system
+_WAITING_NOTE = 30.0  # seconds between two words of a process that waits
 _KEPT = 8  # libraries of other versions
+_DAMAGED = "The library in %s is damaged and not used."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +104,12 @@ def find_entry(build_key: str, compiler_key: str | None) -> Entry | None:
         if _forbids_programs(folder) or (folder.name == _temporary_name() and not _is_ours(folder)):
             continue
         with contextlib.suppress(OSError):  # such as a name that is too long
-            entries = (read_entry(place) for place in sorted(folder.glob(pattern)))
-            found = next((entry for entry in entries if entry is not None), None)
-            if found is not None:
-                return found
+            for place in sorted(folder.glob(pattern)):
+                found = read_entry(place)
+                if found is not None:
+                    return found
+                if (place / _MANIFEST_NAME).exists():  # which is written last
+                    logger.warning(_DAMAGED, place)
     return None
 
 
@@ -145,13 +150,15 @@ def _obtain_locked(place: Path, sources: str, build: Callable[[Path], None], dis
     entry = read_entry(place)
     if entry is not None and entry.sha256 != distrusted:
         return entry, False
-    if entry is None and (place / LIBRARY_NAME).exists():
-        logger.warning("The library in %s is damaged; building it again.", place)
+    if (place / LIBRARY_NAME).exists() and not (place / _MANIFEST_NAME).exists():
+        logger.warning(_DAMAGED, place)
     shutil.rmtree(place, ignore_errors=True)
+    for leftover in place.parent.glob(f"*/{UNFINISHED_PREFIX}*"):  # of a build that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     place.mkdir()
     library = place / LIBRARY_NAME
     start = time.monotonic()
-    logger.warning("Building the native CPU operators, once; this takes up to a minute ...")
+    logger.warning("Building the native CPU operators, once; this takes a minute, on a busy machine several ...")
     try:
         build(library)
         write_manifest(library, sources)
@@ -167,12 +174,18 @@ def _obtain_locked(place: Path, sources: str, build: Callable[[Path], None], dis
 
 def _lock_of(folder: Path) -> contextlib.AbstractContextManager:
     _make(folder)
-    lock = filelock.FileLock(folder / "build.lock", timeout=_LOCK_TIMEOUT)
-    try:
-        return lock.acquire(timeout=0)
-    except filelock.Timeout:
-        logger.warning("Another process is building the native CPU operators; waiting for it ...")
-        return lock.acquire()
+    lock = filelock.FileLock(folder / "build.lock", timeout=_WAITING_NOTE)
+    start, patience = time.monotonic(), 0.0
+    while True:
+        try:
+            return lock.acquire(timeout=patience)
+        except filelock.Timeout:
+            waited = time.monotonic() - start
+            if waited > _LOCK_TIMEOUT:
+                raise
+            since = f" ({waited:.0f} s so far)" if patience else ""
+            logger.warning("Another process is building the native CPU operators; waiting for it%s ...", since)
+            patience = _WAITING_NOTE
 
 
 def _folders() -> list[Path]:
