@@ -46,6 +46,9 @@ class PagedConfig:
             Waiting requests beyond which new ones are refused with `QueueFullError`.
         enforce_eager (`bool`, defaults to `False`):
             Never capture graphs or compile.
+        cuda_graph_sizes (`tuple[int, ...]`, *optional*):
+            Numbers of requests for which decoding steps are captured as CUDA graphs; steps of other numbers are padded
+            to the next. By default powers of two up to 8, then ever fewer up to `max_num_seqs`. Empty for none.
         batch_invariant (`bool`, defaults to `False`):
             A request's logits do not depend on which other requests run beside it. Slower.
         async_scheduling (`bool`, *optional*):
@@ -72,6 +75,7 @@ class PagedConfig:
     scheduling_policy: str = "fcfs"
     max_queue_size: int | None = None
     enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] | None = None
     batch_invariant: bool = False
     async_scheduling: bool | None = None
 
@@ -95,6 +99,7 @@ class PagedConfig:
                 f"`async_scheduling` must be True, False, or None for what suits the device, got "
                 f"{self.async_scheduling!r}."
             )
+        object.__setattr__(self, "cuda_graph_sizes", _checked_sizes(self.cuda_graph_sizes))
         for name in ("kv_cache_dtype", "scheduling_policy", "attn_backend"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "attn_backend"):
@@ -124,6 +129,16 @@ class PagedConfig:
         if unknown:
             raise ConfigurationError(f"Unknown PagedConfig field(s) {unknown}; the fields are {names}.")
         return cls(**values)
+
+
+def _checked_sizes(sizes: Any) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if not isinstance(sizes, (tuple, list)) or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigurationError(
+            f"`cuda_graph_sizes` must be whole numbers of at least 1, such as (1, 8, 64), or None, got {sizes!r}."
+        )
+    return tuple(sizes)
 
 
 def _check_count(name: str, value: Any) -> None:

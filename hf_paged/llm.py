@@ -237,12 +237,28 @@ class LLM:
         """Forgets all cached K/V."""
         self.engine.weights_changed()
 
-    def sleep(self) -> None:
-        """Frees the K/V pool until `wake_up`."""
-        self.engine.sleep()
+    def sleep(self, level: int = 1) -> None:
+        """Frees a GPU for others until `wake_up`: the K/V pool goes, and the weights wait in host memory.
+
+        On a CPU the weights stay where they are. `llm.engine.release()` frees the pool alone.
+
+        Args:
+            level (`int`, defaults to 1):
+                Only 1, which keeps the weights.
+
+        Raises:
+            EngineError: If requests are running.
+            NotEnoughMemoryError: If the host has no room for the weights.
+            NotSupportedError: If another level was asked for.
+        """
+        self.engine.sleep(level)
 
     def wake_up(self) -> None:
-        """Takes requests again after `sleep`."""
+        """Brings the weights back and takes requests again after `sleep`.
+
+        Raises:
+            NotEnoughMemoryError: If the weights have no room on their device any more.
+        """
         self.engine.wake_up()
 
     def close(self) -> None:

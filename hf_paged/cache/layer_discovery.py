@@ -93,6 +93,8 @@ def find_layers(model: Any) -> tuple[LayerGroup, ...]:
             use_cache=True,
             **{compat.cache_argument(model): Cache(layers=list(recorders))},
         )
+    except torch.OutOfMemoryError:  # of the device, which says nothing about the model
+        raise
     except NotImplementedError as error:
         raise UnsupportedModelError(f"{name} cannot run on the paged engine: {error}") from error
     except Exception as error:

@@ -1,16 +1,16 @@
-"""Memory: huge pages for weights and K/V on a CPU, how much is free, and how many blocks fit."""
+"""Memory: huge pages for weights and K/V on a CPU, what an accelerator allocates, and how much is free."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import mmap
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -95,6 +95,9 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torc
 
     Returns:
         `list[torch.Tensor]`: The tensors; anonymous memory reads as zero without being touched.
+
+    Raises:
+        NotEnoughMemoryError: If the device has not that much left.
     """
     if device.type == "cpu" and huge_pages_available():
         try:
@@ -102,7 +105,14 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torc
             return [region.carve(shape, dtype) for shape in shapes]
         except OSError as error:
             logger.info("K/V blocks are on ordinary pages: no huge pages (%s).", error)
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    try:
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    except torch.OutOfMemoryError as error:
+        wanted = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        raise NotEnoughMemoryError(
+            f"K/V blocks of {wanted / _GIB:.2f} GiB do not fit: {free_memory(device) / _GIB:.2f} GiB are free on "
+            f"{device} now. Free memory, or lower `gpu_memory_utilization` or `num_blocks`."
+        ) from error
 
 
 def move_weights_to_huge_pages(model: torch.nn.Module) -> int:
@@ -160,6 +170,16 @@ def _movable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def accelerator_of(device: torch.device) -> Any:
+    """Returns the module of torch that manages a device's memory (`torch.cuda`, ...), or `None` if it is a CPU.
+
+    Args:
+        device (`torch.device`):
+            The device.
+    """
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
 def free_memory(device: torch.device) -> int:
     """Returns the bytes that are really free: other users of the device, and a container's limit, are counted.
 
@@ -167,9 +187,10 @@ def free_memory(device: torch.device) -> int:
         device (`torch.device`):
             The device.
     """
-    if device.type == "cpu":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return min(psutil.virtual_memory().available, _cgroup_room())
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return int(accelerator.mem_get_info(device)[0])
 
 
 def total_memory(device: torch.device) -> int:
@@ -179,7 +200,51 @@ def total_memory(device: torch.device) -> int:
         device (`torch.device`):
             The accelerator.
     """
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return int(accelerator_of(device).mem_get_info(device)[1])
+
+
+def give_back(device: torch.device) -> None:
+    """Returns memory that nothing lives in from torch's allocator to the device, for whoever else uses it.
+
+    Args:
+        device (`torch.device`):
+            The device; on a CPU there is nothing to do.
+    """
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        accelerator.empty_cache()
+
+
+def give_back_pinned() -> None:
+    """Returns pinned memory that nothing lives in from torch to the system; torch would keep it for ever."""
+    newer, older = getattr(torch.accelerator, "empty_host_cache", None), getattr(torch._C, "_host_emptyCache", None)
+    empty = newer or older
+    if empty is not None:
+        empty()
+
+
+def host_buffer(num_bytes: int, pinned: bool) -> torch.Tensor:
+    """Returns uninitialized bytes of host memory.
+
+    Args:
+        num_bytes (`int`):
+            How many.
+        pinned (`bool`):
+            Whether copies between it and a CUDA device shall run at full speed.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def device_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Returns uninitialized bytes of a device's memory.
+
+    Args:
+        num_bytes (`int`):
+            How many.
+        device (`torch.device`):
+            Whose.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _cgroup_room() -> int:
@@ -189,67 +254,3 @@ def _cgroup_room() -> int:
     except (OSError, ValueError):
         return sys.maxsize
     return sys.maxsize if limit == "max" else max(int(limit) - used, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryBudget:
-    """Bytes that the K/V pool may take, and the numbers that led there, for messages.
-
-    Args:
-        pool_bytes (`int`):
-            What the pool may take.
-        explanation (`str`):
-            How it came about.
-    """
-
-    pool_bytes: int
-    explanation: str
-
-
-def cpu_budget(cpu_kv_cache_gib: float | None, useful_bytes: int) -> MemoryBudget:
-    """Returns the pool's budget on a CPU.
-
-    Args:
-        cpu_kv_cache_gib (`float`, *optional*):
-            What the user asked for.
-        useful_bytes (`int`):
-            What the pool could use at most.
-
-    Raises:
-        NotEnoughMemoryError: If more was asked for than is free.
-    """
-    free = free_memory(torch.device("cpu"))
-    if cpu_kv_cache_gib is not None:
-        if cpu_kv_cache_gib * _GIB > free:
-            raise NotEnoughMemoryError(
-                f"`cpu_kv_cache_gib` is {cpu_kv_cache_gib}, but only {free / _GIB:.2f} GiB are free. Ask for less."
-            )
-        return MemoryBudget(int(cpu_kv_cache_gib * _GIB), f"`cpu_kv_cache_gib` is {cpu_kv_cache_gib}")
-    return MemoryBudget(
-        min(free // 4, useful_bytes), f"a quarter of the {free / _GIB:.2f} GiB that are free; see `cpu_kv_cache_gib`"
-    )
-
-
-def accelerator_budget(
-    device: torch.device, gpu_memory_utilization: float, activation_bytes: int, useful_bytes: int
-) -> MemoryBudget:
-    """Returns the pool's budget on an accelerator: the allowed share less what is used and what a step needs.
-
-    Args:
-        device (`torch.device`):
-            The accelerator.
-        gpu_memory_utilization (`float`):
-            Share of its memory that this process may bring it to.
-        activation_bytes (`int`):
-            Peak of a step at the token budget, beyond weights and pool.
-        useful_bytes (`int`):
-            What the pool could use at most.
-    """
-    free, total = free_memory(device), total_memory(device)
-    room = int(total * gpu_memory_utilization) - (total - free) - activation_bytes
-    return MemoryBudget(
-        max(min(room, useful_bytes), 0),
-        f"`gpu_memory_utilization` {gpu_memory_utilization} of {total / _GIB:.2f} GiB, less "
-        f"{(total - free) / _GIB:.2f} GiB in use (weights and other programs) and "
-        f"{activation_bytes / _GIB:.2f} GiB for a step's activations",
-    )

@@ -91,13 +91,10 @@ class AsyncStepLoop(StepLoop):
         Returns:
             `bool`: Whether there was anything to do.
         """
-        try:
+        with self._bookkeeping():
             if self.live.scheduler.recover(self._flights[-1].output if self._flights else None):
                 self._close_flights()
-            self.drain_inbox()
-        except BaseException as error:
-            self._start_over(error)
-            raise
+            self._drain()
         while self._may_launch() and self._launch():
             pass
         if not self._flights:
@@ -106,13 +103,9 @@ class AsyncStepLoop(StepLoop):
         self._let_go()
         return True
 
-    def drain_inbox(self) -> bool:
-        """Does what was posted since the last step, and forgets steps that nobody waits for.
-
-        Returns:
-            `bool`: Whether there was anything to do.
-        """
-        worked = super().drain_inbox()
+    def _drain(self) -> bool:
+        """Does what was posted since the last step, and forgets steps that nobody waits for."""
+        worked = super()._drain()
         self._let_go()
         return worked
 
@@ -121,7 +114,7 @@ class AsyncStepLoop(StepLoop):
         self._flights.clear()
         super().drop_runner()
 
-    def forget_all(self, error: EngineError, reason: FinishReason) -> None:
+    def forget_all(self, error: EngineError, reason: FinishReason, keep_posted: bool = False) -> None:
         """Ends all requests and frees the pool, without asking the scheduler.
 
         Args:
@@ -129,9 +122,11 @@ class AsyncStepLoop(StepLoop):
                 What those who wait are told.
             reason (`FinishReason`):
                 Why the requests ended.
+            keep_posted (`bool`, defaults to `False`):
+                Whether what was posted and not done yet stays.
         """
         self._flights.clear()
-        super().forget_all(error, reason)
+        super().forget_all(error, reason, keep_posted)
 
     # ------------------------------------------------------------------ launching
 
@@ -144,14 +139,11 @@ class AsyncStepLoop(StepLoop):
     def _launch(self) -> bool:
         """Puts the next step together and hands it to the device; returns whether there is one."""
         live, started = self.live, time.perf_counter()
-        try:
+        with self._bookkeeping():
             if self._flights and not self._flights[-1].is_assumed:
                 live.scheduler.assume(self._flights[-1].output)
                 self._flights[-1].is_assumed = True
             output = self._schedule()
-        except BaseException as error:
-            self._start_over(error)
-            raise
         if not output.scheduled:
             return False
         scheduled = time.perf_counter()
@@ -180,7 +172,10 @@ class AsyncStepLoop(StepLoop):
             runner = self.ready_runner()
             if not self.live.needs_host:
                 flight.handle = runner.launch(
-                    flight.output, embeds, lambda logits: self.sampler.start(logits, tokens.requests, tokens.rows)
+                    flight.output,
+                    embeds,
+                    lambda logits, sent: self.sampler.start(logits, tokens.requests, tokens.rows, sent),
+                    self.sampler.wanted(tokens.requests, tokens.rows),
                 )
                 flight.is_open = True
             else:
@@ -211,13 +206,10 @@ class AsyncStepLoop(StepLoop):
                 self._close_flights()
             raise
         sampled = time.perf_counter()
-        try:
+        with self._bookkeeping():
             self._flights.popleft()
             self._watch.confirm(live.block_manager)
             live.collect(flight.output, result, tokens, choice, refused, runner.read)
-        except BaseException as error:
-            self._start_over(error)
-            raise
         live.counters.seconds_model += modelled - started
         live.counters.seconds_sample += sampled - modelled
         live.counters.seconds_collect += time.perf_counter() - sampled

@@ -7,6 +7,8 @@ turns at it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from ..cache.layer_discovery import find_layers
+from ..cache.memory import give_back
 from ..configuration import PagedConfig
 from ..errors import (
     EngineClosedError,
     EngineError,
     InvalidRequestError,
+    NotEnoughMemoryError,
     NotSupportedError,
     QueueFullError,
 )
@@ -29,6 +33,7 @@ from ..modeling.layer_groups import inspect_configuration, num_embeddings
 from .admission import (
     Limits,
     bad_words_ids,
+    check_extra_keys,
     check_extras,
     check_params,
     check_prompt,
@@ -38,18 +43,22 @@ from .admission import (
 )
 from .answer import RequestState
 from .async_steps import AsyncStepLoop
-from .live_requests import LiveRequests, ids_of
+from .graphs.settings import graph_settings, with_graphs
+from .live_requests import Arrival, LiveRequests, ids_of
+from .memory_probe import step_needs
+from .memory_watch import MemoryWatch
 from .model_runner import ModelRunner
 from .model_state import eos_token_ids, sampling_defaults, training_obstacle
 from .native_layers import native_layers
 from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
 from .policies import SCHEDULING_POLICIES
-from .probe import activation_bytes, check_against_stock, evaluating
+from .probe import check_against_stock, enough_memory, evaluating
 from .request import NO_EXTRAS, FinishReason, Request, RequestExtras
 from .sampling.params import SamplingParams
 from .sampling.sampler import Sampler
 from .session import OpenSessions
+from .sleeping_weights import SleepingWeights
 from .stats import EngineStats
 from .step_driver import StepDriver
 from .step_loop import StepLoop
@@ -58,6 +67,8 @@ from .weights import WeightWatch
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(StepDriver):
@@ -75,7 +86,7 @@ class Engine(StepDriver):
 
     Raises:
         UnsupportedModelError: If the paged engine cannot run this model correctly; names the layer and why.
-        NotEnoughMemoryError: If not even one block fits.
+        NotEnoughMemoryError: If not even one block fits, not as many as were asked for, or not the largest step.
         UnsupportedAttentionError: If no attention backend has what the model needs.
     """
 
@@ -85,7 +96,7 @@ class Engine(StepDriver):
         self._model = weakref.ref(model)
         policy = SCHEDULING_POLICIES.get(self.config.scheduling_policy)
         inspect_configuration(model)
-        with evaluating(model):
+        with evaluating(model), enough_memory(model):
             self._groups = find_layers(model)
             if self._groups[0].device.type == "cpu":
                 limit_threads()
@@ -100,11 +111,12 @@ class Engine(StepDriver):
                 self.config,
                 attn_backend=self.backend.name,
                 rejected_backends=rejected,
-                activation_bytes=activation_bytes(model, self._groups, self.backend, block_size, self.config),
+                needs=step_needs(model, self._groups, self.backend, self.config),
             )
         self._native = native_layers(model, self._groups, self.backend, self.plan)
         if self._native is not None:
             self.plan = dataclasses.replace(self.plan, native=self._native.inspection.describe())
+        self.plan = with_graphs(self.plan, self.config, self.backend)
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
         loop = AsyncStepLoop if self.plan.async_scheduling else StepLoop
@@ -112,7 +124,10 @@ class Engine(StepDriver):
         self.sessions = OpenSessions()
         self._model = weakref.ref(model, lambda _: self._forget_model())  # only now is there a loop
         self._turns = Turns(self._end_turn)
+        memory_plan = self.plan.memory
+        self.memory_watch = None if memory_plan is None else MemoryWatch(memory_plan, self._groups[0].device)
         self._asleep = False
+        self._weights: SleepingWeights | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -145,7 +160,8 @@ class Engine(StepDriver):
             priority (`int`, defaults to 0):
                 Lower runs earlier under the priority policy.
             extra_keys (`tuple`, defaults to `()`):
-                What else the K/V depend on; requests share blocks only with requests of equal keys.
+                What else the K/V depend on: strings, bytes, numbers, `None`, and tuples of them. Requests share blocks
+                only with requests of equal keys.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
                 Instead of the engine's own.
             on_update (`Callable[[RequestState], None]`, *optional*):
@@ -164,6 +180,7 @@ class Engine(StepDriver):
         self._check_usable()
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
         tokens, params = self._checked(prompt_token_ids, params, tokenizer)
+        check_extra_keys(extra_keys)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"`priority` must be a whole number, got {priority!r}.")
         check_extras(extras, len(tokens), self.model, self.limits)
@@ -285,7 +302,7 @@ class Engine(StepDriver):
                 )
             self.live.ids |= ids
             self.live.states[state.request_id] = state
-            self._loop.inbox.append(lambda: self.live.add(state))
+            self._loop.inbox.append(Arrival(self.live, state))
             self._turns.notify()
 
     def abort(self, request_id: str) -> None:
@@ -374,7 +391,10 @@ class Engine(StepDriver):
         self.sessions.await_choices(self._turns.lock, self.live.counters)
         if self._groups[0].device.type == "cpu":
             pin_threads_if_requested()
-        return self._loop.step()
+        worked = self._loop.step()
+        if self.memory_watch is not None:
+            self.memory_watch.look(self._loop.runner)
+        return worked
 
     # ------------------------------------------------------------------ life
 
@@ -435,7 +455,7 @@ class Engine(StepDriver):
             self._loop.inbox.append(lambda: self.live.block_manager.reset_prefix_cache())
 
     def release(self) -> None:
-        """Frees the pool; the next request makes it again.
+        """Frees the pool; the next request makes it again. The weights stay, for training between two generations.
 
         Raises:
             EngineError: If requests are running.
@@ -449,22 +469,55 @@ class Engine(StepDriver):
                 )
             self._loop.drop_runner()
             self.live.reset()
+            give_back(self._groups[0].device)
 
-    def sleep(self) -> None:
-        """Frees the pool and takes no requests until `wake_up`.
+    @property
+    def is_asleep(self) -> bool:
+        """Returns whether `sleep` was called, and `wake_up` not yet."""
+        return self._asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees an accelerator for others until `wake_up`: the pool goes, and the weights wait in host memory.
+
+        Cached prefixes and captured graphs are forgotten. Requests are refused meanwhile. The model's parameters are
+        the same objects, on the CPU: they may be saved, or loaded into, and the numbers that they then have come back.
+        On a CPU the pool is freed, and the weights stay where they are. See `release` for the pool alone.
+
+        Args:
+            level (`int`, defaults to 1):
+                Only 1, which keeps the weights.
 
         Raises:
             EngineError: If requests are running.
+            NotEnoughMemoryError: If the host has no room for the weights; the engine is awake then, without its pool.
+            NotSupportedError: If another level was asked for.
         """
+        if level != 1:
+            raise NotSupportedError(
+                f"`level` {level!r} is not built: an engine sleeps at level 1, which keeps the weights in host memory."
+            )
         with self._turns.mutex:
             self.release()
+            if not self._closed and not self._asleep:
+                self._weights = SleepingWeights(self.model)
             self._asleep = True
 
     def wake_up(self) -> None:
-        """Takes requests again after `sleep`."""
+        """Brings the weights back and takes requests again after `sleep`. The first of them makes the pool.
+
+        Raises:
+            NotEnoughMemoryError: If the weights have no room on their device any more; the engine sleeps on.
+        """
         with self._turns.mutex:
+            self._bring_weights_back()
             self._asleep = False
             self._turns.notify()
+
+    def _bring_weights_back(self) -> None:
+        model = self._model()
+        if self._weights is not None and model is not None:
+            self._weights.restore(model)
+        self._weights = None
 
     def close(self) -> None:
         """Ends all requests, frees the pool and takes no requests ever again. Safe to call twice."""
@@ -476,10 +529,15 @@ class Engine(StepDriver):
                 self._turns.wait_for_turn()
                 self._end_turn()
                 self._turns.notify()
+            try:
+                self._bring_weights_back()  # of an engine that slept: they are the model's, which stays
+            except NotEnoughMemoryError as error:
+                logger.warning("The engine was closed while it slept, and the weights stay in host memory: %s", error)
 
     def _end_turn(self) -> None:
         if self._closed:
             self._loop.forget_all(EngineClosedError("The engine was closed."), FinishReason.ABORT)
+            give_back(self._groups[0].device)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -494,7 +552,7 @@ class Engine(StepDriver):
 
     def _make_runner(self) -> ModelRunner:
         plan = self.plan
-        return ModelRunner(
+        runner = ModelRunner(
             self.model,
             self._groups,
             self.backend,
@@ -504,9 +562,20 @@ class Engine(StepDriver):
             max_model_len=plan.max_model_len,
             tiled=plan.call_layout == "tiles",
             native=self._native,
+            graphs=graph_settings(plan, self._groups, self.backend, functools.partial(_take_note, weakref.ref(self))),
         )
+        runner.capture_graphs()
+        return runner
 
     def _forget_model(self) -> None:
-        self._loop.drop_runner()
+        self._loop.forget_model()
         if self._native is not None:
             self._native.clear()
+
+
+def _take_note(engine: weakref.ref[Engine], note: str) -> None:
+    """Adds what was found out after the plan was made."""
+    logger.warning("%s", note)
+    found = engine()
+    if found is not None:
+        found.plan = dataclasses.replace(found.plan, notes=(*found.plan.notes, note))

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from ..kernels.metadata import PagedAttentionMetadata
 from .recording import TokenRange
-from .sampling.pending import to_device
 from .step import ScheduledRequest, SchedulerOutput
+from .step_inputs import HostInputs, ModelInputs
 
 TILE = 16  # tokens in the row of a batch-invariant call
-
-
-@dataclasses.dataclass(slots=True)
-class ModelInputs:
-    """The inputs of one model call.
-
-    Args:
-        input_ids (`torch.Tensor`):
-            int64 `[1, num_tokens]`, request after request, decoding requests first.
-        position_ids (`torch.Tensor`):
-            int64 `[1, num_tokens]`.
-        metadata (`tuple[PagedAttentionMetadata, ...]`):
-            One per layer group.
-        logits_indices (`torch.Tensor`):
-            int64 `[num_rows]`, tokens of the call whose logits are needed: first the last token of every share that
-            samples, in schedule order, then all tokens of the shares that want prompt logits.
-        prompt_rows (`dict[str, tuple[int, int]]`):
-            For each share that wants prompt logits the half-open range of its rows.
-        ranges (`dict[str, TokenRange]`):
-            For each share that wants or brings something special its tokens.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    metadata: tuple[PagedAttentionMetadata, ...]
-    logits_indices: torch.Tensor
-    prompt_rows: dict[str, tuple[int, int]]
-    ranges: dict[str, TokenRange] = dataclasses.field(default_factory=dict)
 
 
 class InputBatch:
@@ -55,13 +26,10 @@ class InputBatch:
             Tokens per block.
         num_groups (`int`):
             Layer groups.
-        device (`torch.device`):
-            Where the inputs go.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device):
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int):
         self.block_size = block_size
-        self.device = device
         max_blocks = -(-max_model_len // block_size)
         # Rows are touched only as far as their requests reach, so untouched pages cost no memory.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int64)
@@ -128,12 +96,14 @@ class InputBatch:
         row = self._rows[request_id]
         return [table[row, : self.num_blocks[row]].tolist() for table in self.block_tables]
 
-    def build(self, output: SchedulerOutput) -> ModelInputs:
+    def build(self, output: SchedulerOutput, sampling: Mapping[str, np.ndarray] | None = None) -> HostInputs:
         """Builds the inputs of the call that a step makes.
 
         Args:
             output (`SchedulerOutput`):
                 The step, already applied.
+            sampling (`Mapping[str, np.ndarray]`, *optional*):
+                What the sampler wants on the device (`Sampler.wanted`).
         """
         shares = output.scheduled
         # Decoding requests first, by context: a backend that computes similar lengths together finds them in a row.
@@ -152,39 +122,31 @@ class InputBatch:
         starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
         query_lens, seq_lens = lengths.astype(np.int32), (computed + lengths).astype(np.int32)
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        metadata = []
-        for table in self.block_tables:
-            metadata.append(
-                PagedAttentionMetadata(
-                    block_tables=self._to_device(table[rows, :num_blocks]),
-                    slot_mapping=self._to_device(self._slots(table, token_rows, positions)),
-                    cu_seqlens_q=self._to_device(cu_seqlens),
-                    seq_lens=self._to_device(seq_lens),
-                    query_lens_host=query_lens,
-                    seq_lens_host=seq_lens,
-                    num_decodes=num_decodes,
-                    block_size=self.block_size,
-                )
-            )
         indices, prompt_rows = self._logits_rows(shares, order, starts, ends)
-        input_ids = self._to_device(self.token_ids[token_rows, positions][None])
         untold = np.flatnonzero(computed + lengths > self.num_tokens[rows])
-        if len(untold):
-            self._fill_in(input_ids[0], ends[untold] - 1, [placed[i].request_id for i in untold])
-        return ModelInputs(
-            input_ids,
-            self._to_device(positions[None]),
-            tuple(metadata),
-            self._to_device(indices),
-            prompt_rows,
-            {
+        return HostInputs(
+            input_ids=self.token_ids[token_rows, positions],
+            position_ids=positions,
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=seq_lens,
+            logits_indices=indices,
+            block_tables=[table[rows, :num_blocks] for table in self.block_tables],
+            slot_mapping=[self._slots(table, token_rows, positions) for table in self.block_tables],
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+            num_decodes=num_decodes,
+            block_size=self.block_size,
+            fill_in=self._untold(ends[untold] - 1, [placed[i].request_id for i in untold]) if len(untold) else None,
+            sampling=sampling or {},
+            prompt_rows=prompt_rows,
+            ranges={
                 share.request_id: TokenRange(place, int(starts[place]), int(ends[place]), share.num_computed_tokens)
                 for place, share in enumerate(placed)
                 if share.is_special
             },
         )
 
-    def build_tile(self, share: ScheduledRequest, start: int, count: int) -> ModelInputs:
+    def build_tile(self, share: ScheduledRequest, start: int, count: int) -> HostInputs:
         """Builds the inputs of a call for some tokens of one request, in a row that is always `TILE` tokens wide.
 
         A token's place in the row is its position modulo `TILE`, whichever of its neighbours are computed in the same
@@ -206,35 +168,39 @@ class InputBatch:
         input_ids = np.zeros(TILE, dtype=np.int64)
         input_ids[offset : offset + count] = self.token_ids[row, positions]
         limit = self.token_ids.shape[1] - 2
-        metadata = tuple(
-            PagedAttentionMetadata(
-                block_tables=self._to_device(np.repeat(table[row : row + 1, :num_blocks], count, axis=0)),
-                slot_mapping=self._to_device(self._slots(table, row, positions)),
-                cu_seqlens_q=self._to_device(np.arange(count + 1, dtype=np.int32)),
-                seq_lens=self._to_device(seq_lens),
-                query_lens_host=np.ones(count, dtype=np.int32),
-                seq_lens_host=seq_lens,
-                num_decodes=count,
-                block_size=self.block_size,
-                token_rows=self._to_device(np.arange(offset, offset + count)),
-            )
-            for table in self.block_tables
-        )
-        return ModelInputs(
-            self._to_device(input_ids)[None],
-            self._to_device(np.minimum(np.arange(start - offset, start - offset + TILE), limit))[None],
-            metadata,
-            self._to_device(np.arange(TILE)),
-            {},
-            {share.request_id: TokenRange(0, offset, offset + count, start)} if share.is_special else {},
+        return HostInputs(
+            input_ids=input_ids,
+            position_ids=np.minimum(np.arange(start - offset, start - offset + TILE), limit),
+            cu_seqlens_q=np.arange(count + 1, dtype=np.int32),
+            seq_lens=seq_lens,
+            logits_indices=np.arange(TILE),
+            block_tables=[np.repeat(table[row : row + 1, :num_blocks], count, axis=0) for table in self.block_tables],
+            slot_mapping=[self._slots(table, row, positions) for table in self.block_tables],
+            query_lens_host=np.ones(count, dtype=np.int32),
+            seq_lens_host=seq_lens,
+            num_decodes=count,
+            block_size=self.block_size,
+            token_rows=np.arange(offset, offset + count),
+            ranges={share.request_id: TokenRange(0, offset, offset + count, start)} if share.is_special else {},
         )
 
-    def _fill_in(self, input_ids: torch.Tensor, places: np.ndarray, request_ids: list[str]) -> None:
-        """Takes the tokens that nobody has told of from where the last step left them, on the device."""
-        assert self._newest is not None, "only the step before can have chosen tokens that the host does not know"
+    def _untold(self, places: np.ndarray, request_ids: list[str]) -> np.ndarray:
+        """Which of the last step's tokens belong in some places of the row: those that nobody has told of."""
         sources = [self._places[request_id] for request_id in request_ids]
-        where = self._to_device(np.stack((places, np.array(sources))).astype(np.int64))
-        input_ids.index_copy_(0, where[0], self._newest.index_select(0, where[1]))
+        return np.stack((places, np.array(sources))).astype(np.int64)
+
+    def fill_in(self, inputs: ModelInputs) -> None:
+        """Takes the tokens that nobody has told of from where the last step left them, on the device.
+
+        Args:
+            inputs (`ModelInputs`):
+                Of what `build` returned last; changed.
+        """
+        if inputs.fill_in is None:
+            return
+        assert self._newest is not None, "only the step before can have chosen tokens that the host does not know"
+        places, sources = inputs.fill_in
+        inputs.input_ids[0].index_copy_(0, places, self._newest.index_select(0, sources))
 
     def _slots(self, table: np.ndarray, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the K/V of tokens lie, given the row of the table that each belongs to."""
@@ -253,9 +219,6 @@ class InputBatch:
                 prompt_rows[shares[i].request_id] = (count, count + len(indices[-1]))
                 count += len(indices[-1])
         return np.concatenate(indices), prompt_rows
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self.device)
 
 
 def _place(share: ScheduledRequest) -> tuple[bool, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .. import compat
@@ -16,14 +18,19 @@ from ..cache.step_cache import StepCache, StepLayerSpec
 from ..errors import EngineClosedError
 from ..kernels.base import PagedAttentionBackend
 from ..modeling.layer_groups import LayerGroup
-from .input_batch import TILE, InputBatch, ModelInputs
+from .graphs.decode import DecodeGraphs
+from .graphs.watch import GraphWatch
+from .input_batch import TILE, InputBatch
 from .kv_pool import KVPool
 from .outputs import StepResult
 from .recording import Recorded, StepRecorder
 from .sampling.pending import PendingTokens
+from .staging import Staging
 from .step import SchedulerOutput
+from .step_inputs import HostInputs, ModelInputs
 
 if TYPE_CHECKING:
+    from .graphs.settings import GraphSettings
     from .native_layers import NativeLayers
 
 
@@ -35,7 +42,7 @@ class StepHandle:
         output (`SchedulerOutput`):
             What it does.
         logits (`torch.Tensor`):
-            `[num_rows, vocab_size]`.
+            `[num_rows, vocab_size]`; those of a replayed step with `pending` are overwritten by the next replay.
         prompt_rows (`dict[str, tuple[int, int]]`):
             Rows of the shares that want prompt logits.
         recorded (`dict[str, Recorded]`):
@@ -76,6 +83,8 @@ class ModelRunner:
             Compute every request in calls of its own, of one width, so that its logits do not depend on others.
         native (`NativeLayers`, *optional*):
             The layers that are computed natively.
+        graphs (`GraphSettings`, *optional*):
+            Which decoding steps are captured as graphs, by `capture_graphs` or later.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class ModelRunner:
         max_model_len: int,
         tiled: bool = False,
         native: NativeLayers | None = None,
+        graphs: GraphSettings | None = None,
     ):
         # Weak: the engine is kept alive by its model, which would never be freed if it were kept alive in turn.
         self._model = weakref.ref(model)
@@ -101,10 +111,14 @@ class ModelRunner:
             for i, layer in enumerate(group.layers)
         ]
         self.cache = StepCache(backend, sorted(layers, key=lambda layer: layer.layer_idx))
-        self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), groups[0].device)
+        self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups))
+        self.staging = Staging(groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")
         self._native = None if native is None else native.bind(self.cache)
+        self.graphs: DecodeGraphs | None = None
+        if graphs is not None:
+            self.graphs = DecodeGraphs(graphs, self.staging, functools.partial(GraphWatch, native=self._native))
         # Experts multiply the tokens of a call that chose them, so that their products depend on which those are.
         self._tile_tokens = 1 if tiled and has_experts(model) else TILE
 
@@ -125,7 +139,8 @@ class ModelRunner:
         self,
         output: SchedulerOutput,
         embeds: Mapping[str, torch.Tensor] | None = None,
-        choose: Callable[[torch.Tensor], PendingTokens] | None = None,
+        choose: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], PendingTokens] | None = None,
+        sampling: Mapping[str, np.ndarray] | None = None,
     ) -> StepHandle:
         """Starts a step.
 
@@ -134,9 +149,11 @@ class ModelRunner:
                 What it does; at least one share.
             embeds (`Mapping[str, torch.Tensor]`, *optional*):
                 For the shares that bring them, embeddings `[prompt tokens, hidden_size]` by request.
-            choose (`Callable[[torch.Tensor], PendingTokens]`, *optional*):
-                Chooses a token for each of the `sample_ids` from the logits, on the device. The next step may then be
-                launched before anybody knows which.
+            choose (`Callable[[torch.Tensor, Mapping[str, torch.Tensor]], PendingTokens]`, *optional*):
+                Chooses a token for each of the `sample_ids` from the logits, on the device, given what came there for
+                it. The next step may then be launched before anybody knows which.
+            sampling (`Mapping[str, np.ndarray]`, *optional*):
+                What `choose` wants on the device; goes there with the inputs.
 
         Returns:
             `StepHandle`: To be handed to `collect`.
@@ -147,14 +164,23 @@ class ModelRunner:
         if self.tiled:
             assert choose is None, "the plan runs no step of tiles ahead"
             return self._launch_tiles(output, recorder, embeds)
-        inputs = self.batch.build(output)
-        self.cache.begin(inputs.metadata, recorder.attention_ranges(inputs.ranges))
-        seconds_inputs = time.perf_counter() - started
-        logits = self._call(inputs, recorder, embeds)
+        host, graphs = self.batch.build(output, sampling), self.graphs
+        shape = None if graphs is None else graphs.shape_for(host, self.model, self._call_alone)
+        if graphs is not None and shape is not None:
+            inputs = self._send(host.padded(*shape), graphs.memory)
+            seconds_inputs = time.perf_counter() - started
+            logits = graphs.replay(shape)[: len(host.logits_indices)]
+        else:
+            inputs = self._send(host)
+            self.cache.begin(inputs.metadata, recorder.attention_ranges(inputs.ranges))
+            seconds_inputs = time.perf_counter() - started
+            logits = self._call(inputs, recorder, embeds)
         pending = None
         if choose is not None:
-            pending = choose(logits)
+            pending = choose(logits, inputs.sampling)
             self.batch.keep(output, pending.token_ids)
+        elif shape is not None:
+            logits = logits.clone()  # whoever reads them may do so when the next step is under way
         return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs, pending)
 
     def inputs_of(self, output: SchedulerOutput) -> ModelInputs:
@@ -165,7 +191,7 @@ class ModelRunner:
                 The step.
         """
         self._prepare(output)
-        return self.batch.build(output)
+        return self._send(self.batch.build(output))
 
     @torch.inference_mode()
     def call(self, inputs: ModelInputs) -> torch.Tensor:
@@ -177,6 +203,26 @@ class ModelRunner:
         """
         self.cache.begin(inputs.metadata)
         return self._call(inputs, StepRecorder(SchedulerOutput(0, ())), None)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures decoding steps, if that was asked for; no block is touched."""
+        if self.graphs is not None:
+            self.graphs.capture_all(self.model, self._call_alone)
+
+    def _call_alone(self, inputs: ModelInputs) -> torch.Tensor:
+        """A call beside the steps, which leaves no trace if it fails."""
+        try:
+            return self.call(inputs)
+        except BaseException:
+            self.cache.abandon()
+            raise
+
+    def _send(self, host: HostInputs, into: torch.Tensor | None = None) -> ModelInputs:
+        """Brings inputs to the device, and there the tokens to them that only the device knows."""
+        inputs = self.staging.send(host, into)
+        self.batch.fill_in(inputs)
+        return inputs
 
     def _prepare(self, output: SchedulerOutput) -> None:
         self.batch.apply(output)
@@ -232,7 +278,7 @@ class ModelRunner:
             start, end = share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens
             while start < end:
                 count = min(end - start, TILE - start % TILE, self._tile_tokens)
-                inputs = self.batch.build_tile(share, start, count)
+                inputs = self._send(self.batch.build_tile(share, start, count))
                 self.cache.begin(inputs.metadata)
                 logits = self._call(inputs, recorder, embeds)[start % TILE : start % TILE + count]
                 if share.prompt_logits:
@@ -286,7 +332,7 @@ class ModelRunner:
             Per layer keys `[num_kv_heads, num_tokens, Dk]` and values `[num_kv_heads, num_tokens, Dv]`.
         """
         count = -(-num_tokens // self.batch.block_size)
-        indices = [torch.tensor(ids[:count], device=self.batch.device) for ids in block_ids]
+        indices = [torch.tensor(ids[:count], device=self.staging.device) for ids in block_ids]
         copies = []
         for layer in self.cache.layers:
             key, value = (

@@ -35,8 +35,14 @@ from ..modeling.patterns.observation import (
     returning,
     tolerance,
 )
-from ..modeling.patterns.plain import NotProvedError, NotRecognizedError, check_plain, is_plain_linear
-from ..modeling.patterns.recipe import LayerRecipe
+from ..modeling.patterns.plain import (
+    NotProvedError,
+    NotRecognizedError,
+    check_one_device,
+    check_plain,
+    is_plain_linear,
+)
+from ..modeling.patterns.recipe import LayerRecipe, TensorSource
 from .model_runner import ModelRunner
 from .native_calls import NativeCalls
 from .native_operators import DecoderLayers, Operators
@@ -314,6 +320,8 @@ class _Inspector:
         hidden = _argument(call, lambda value: value is call.input)
         if hidden is None or call.input is None or first_tensor(call.output) is None:
             raise NotRecognizedError("its input or output is not one tensor")
+        weights = call.module.parameters() if recipe is None else map(TensorSource.fetch, recipe.sources.values())
+        check_one_device(weights, call.input.device)
         places: dict[str, Any] = {}
         if attention is not None:
             places["layer_idx"] = attention.layer_idx

@@ -24,6 +24,7 @@ from .native_inspection import inspect
 from .native_operators import Operators, native_operators, triton_operators
 from .native_units import Inspection, Unit
 from .native_watch import ObstacleWatch, StructureWatch, TensorWatch, holders_of, is_compiled
+from .native_weights import lay_weights_side_by_side
 from .plan import EnginePlan
 from .probe import evaluating
 
@@ -80,7 +81,15 @@ class NativeLayers:
             cache (`StepCache`):
                 The view of its steps.
         """
+        model = self._model()
+        if model is not None and self._found is not None:
+            self._lay_out(model, self._found.inspection)  # again, if an engine slept and its weights were away
         return BoundLayers(self, cache)
+
+    def state(self) -> tuple[object, ...]:
+        """Returns what a step that begins now is computed with: equal to that of a step before if it is the same."""
+        units = self.current_units()
+        return self._found, units, self.weights_number
 
     def clear(self) -> None:
         """Lets go of the model's layers."""
@@ -103,11 +112,16 @@ class NativeLayers:
                 inspection = inspect(model, *self._arguments)
             except Exception as error:
                 inspection = Inspection((), 0, {f"{type(error).__name__}: {error}": 1})
+        self._lay_out(model, inspection)
         logger.info("Computed natively (%s): %s.", self.operators.name, inspection.describe())
         for reason, count in inspection.reasons.items():
             logger.info("Not computed natively: %d x %s.", count, reason)
         holders = holders_of(inspection.units, model)
         return _Found(inspection, structure, obstacles, TensorWatch(inspection.units), holders, blocked)
+
+    def _lay_out(self, model: torch.nn.Module, inspection: Inspection) -> None:
+        if self.operators.joins_linears:
+            lay_weights_side_by_side(model, inspection.units)
 
 
 class _Found:
@@ -185,6 +199,10 @@ class BoundLayers:
         self._cache = cache
         self._units: tuple[Unit, ...] = ()
         self._calls: NativeCalls | None = None
+
+    def state(self) -> tuple[object, ...]:
+        """Returns what a step that begins now is computed with: equal to that of a step before if it is the same."""
+        return self._layers.state()
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model's calls by this thread are computed natively."""

@@ -57,12 +57,15 @@ class Operators:
             `x`, `weight`, `bias`, as `torch.nn.functional.linear`; `None` leaves linears as they are.
         norm (`NormFunction`, *optional*):
             Norms that stand alone; `None` leaves them as they are.
+        joins_linears (`bool`, defaults to `False`):
+            Whether linears of one input are one product where their weights lie side by side.
     """
 
     name: str
     decoder_layers: DecoderLayers
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
     norm: NormFunction | None = None
+    joins_linears: bool = False
 
 
 REFERENCE = Operators("reference", reference.decoder_layers, torch.nn.functional.linear, reference.normalized)
@@ -94,7 +97,7 @@ def triton_operators(backend: PagedAttentionBackend) -> Operators | None:
         return normalized(x, Norm(kind, weight, bias, eps, offset))
 
     # Linears that stand alone are torch's, as they are.
-    return Operators("triton", TritonLayers(backend), norm=norm)
+    return Operators("triton", TritonLayers(backend), norm=norm, joins_linears=True)
 
 
 def _norm(

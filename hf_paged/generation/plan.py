@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..cache import memory
+from ..cache import budget, memory
 from ..configuration import PagedConfig
 from ..errors import NotEnoughMemoryError
 from ..kernels.base import AttentionSpec
@@ -24,6 +24,7 @@ _DEFAULT_SEQS_ACCELERATOR = 256
 _DEFAULT_TOKENS = {"cpu": 512}
 _DEFAULT_TOKENS_ACCELERATOR = 8192
 _UNKNOWN_CONTEXT = 4096
+_NO_NEEDS = budget.StepNeeds()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,12 @@ class EnginePlan:
             Whether weights and K/V are on 2 MiB pages.
         native (`str`, defaults to `"off"`):
             What of the model native operators compute.
+        cuda_graphs (`str`, defaults to `"off"`):
+            Which decoding steps are captured as CUDA graphs, or why none is.
+        cuda_graph_sizes (`tuple[int, ...]`):
+            The numbers of requests that they are captured for.
+        memory (`MemoryPlan`, *optional*):
+            On an accelerator, what its memory is for.
         notes (`tuple[str, ...]`):
             Limits that became what fits, and why.
     """
@@ -98,6 +105,9 @@ class EnginePlan:
     async_scheduling: bool
     huge_pages: bool
     native: str = "off"
+    cuda_graphs: str = "off"
+    cuda_graph_sizes: tuple[int, ...] = ()
+    memory: budget.MemoryPlan | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -110,6 +120,11 @@ class EnginePlan:
         """Returns the tokens that the pool can hold."""
         return self.num_blocks * self.block_size
 
+    @property
+    def graph_bytes(self) -> int:
+        """Returns the bytes of an accelerator's memory that captured graphs may take together."""
+        return self.memory.graphs if self.memory is not None else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain values, for JSON."""
         return {**dataclasses.asdict(self), "pool_bytes": self.pool_bytes, "pool_tokens": self.pool_tokens}
@@ -121,6 +136,7 @@ class EnginePlan:
             "attention": self.attn_backend
             + "".join(f"; not {name} ({why})" for name, why in self.rejected_backends.items()),
             "native": self.native,
+            "CUDA graphs": self.cuda_graphs,
             "pool": f"{self.num_blocks} blocks of {self.block_size} tokens ({self.pool_tokens} tokens, "
             f"{self.pool_bytes / _GIB:.2f} GiB{', huge pages' if self.huge_pages else ''})",
             "max_model_len": str(self.max_model_len),
@@ -131,6 +147,8 @@ class EnginePlan:
             "policy": self.scheduling_policy,
             "async scheduling": "on" if self.async_scheduling else "off",
         }
+        if self.memory is not None:
+            lines["memory"] = self.memory.describe()
         width = max(map(len, lines))
         text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
         return text + "".join(f"\nnote: {note}" for note in self.notes)
@@ -181,7 +199,7 @@ def make_plan(
     *,
     attn_backend: str,
     rejected_backends: dict[str, str],
-    activation_bytes: int = 0,
+    needs: budget.StepNeeds = _NO_NEEDS,
 ) -> EnginePlan:
     """Decides everything that a `PagedConfig` leaves open, and brings limits down to what fits.
 
@@ -196,23 +214,22 @@ def make_plan(
             Name of the chosen backend.
         rejected_backends (`dict[str, str]`):
             The others, and why not.
-        activation_bytes (`int`, defaults to 0):
-            On an accelerator, what a step at the token budget needs beyond weights and pool.
+        needs (`StepNeeds`, defaults to nothing):
+            On an accelerator, what steps need beyond weights and pool.
 
     Raises:
-        NotEnoughMemoryError: If not even one block fits; states the numbers.
+        NotEnoughMemoryError: If not even one block fits, or not as many as were asked for; states the numbers.
     """
     device = groups[0].device
     notes: list[str] = []
     block_size = default_block_size(config)
     bytes_per_block = block_size * sum(group.bytes_per_token for group in groups)
-    max_num_seqs = config.max_num_seqs or _DEFAULT_SEQS.get(device.type, _DEFAULT_SEQS_ACCELERATOR)
-    tokens = config.max_num_batched_tokens or _DEFAULT_TOKENS.get(device.type, _DEFAULT_TOKENS_ACCELERATOR)
-    max_model_len = _model_len(model, config, notes)
-
-    num_blocks = config.num_blocks or _affordable_blocks(
-        config, device, bytes_per_block, max_num_seqs * -(-max_model_len // block_size), activation_bytes
-    )
+    max_num_seqs, tokens = step_limits(config, device)
+    max_model_len = model_len(model, config, notes)
+    useful_blocks = max_num_seqs * -(-max_model_len // block_size)
+    room = _pool_budget(config, device, bytes_per_block, useful_blocks, needs)
+    num_blocks = config.num_blocks or room.pool_bytes // bytes_per_block
+    memory_plan = _memory_plan(room, needs, num_blocks * bytes_per_block, notes)
     if max_model_len > num_blocks * block_size:
         notes.append(
             f"max_model_len is {num_blocks * block_size} instead of {max_model_len}: "
@@ -227,7 +244,7 @@ def make_plan(
         reason = f"the token budget is {tokens}" if tokens < num_blocks else f"the pool has {num_blocks} blocks"
         notes.append(f"max_num_seqs is {min(tokens, num_blocks)} instead of {max_num_seqs}: {reason}")
         max_num_seqs = min(tokens, num_blocks)
-    async_scheduling = _runs_ahead(config, device, notes)
+    async_scheduling = runs_ahead(config, device, notes)
     for note in notes:
         # What a user asked for and does not get is worth a warning; a default that adapts is not.
         asked = getattr(config, note.split(" ", 1)[0], None) is not None
@@ -253,18 +270,54 @@ def make_plan(
         batch_invariant=config.batch_invariant,
         async_scheduling=async_scheduling,
         huge_pages=device.type == "cpu" and memory.huge_pages_available(),
+        memory=memory_plan,
         notes=tuple(notes),
     )
 
 
-def _runs_ahead(config: PagedConfig, device: torch.device, notes: list[str]) -> bool:
+def runs_ahead(config: PagedConfig, device: torch.device, notes: list[str]) -> bool:
+    """Returns whether a step is put together while the one before is running.
+
+    Args:
+        config (`PagedConfig`):
+            What the user asked for.
+        device (`torch.device`):
+            Where the model runs.
+        notes (`list[str]`):
+            Gets a line if it was asked for and is not done.
+    """
     if config.async_scheduling and config.batch_invariant:
         notes.append("async_scheduling is off: batch-invariant steps are many calls, and the next one waits for them")
     default = device.type == "cuda"
     return not config.batch_invariant and (default if config.async_scheduling is None else config.async_scheduling)
 
 
-def _model_len(model: PreTrainedModel, config: PagedConfig, notes: list[str]) -> int:
+def step_limits(config: PagedConfig, device: torch.device) -> tuple[int, int]:
+    """Returns how many requests and tokens a step may have, before a small pool limits them further.
+
+    Args:
+        config (`PagedConfig`):
+            What the user asked for.
+        device (`torch.device`):
+            Where the model runs.
+    """
+    return (
+        config.max_num_seqs or _DEFAULT_SEQS.get(device.type, _DEFAULT_SEQS_ACCELERATOR),
+        config.max_num_batched_tokens or _DEFAULT_TOKENS.get(device.type, _DEFAULT_TOKENS_ACCELERATOR),
+    )
+
+
+def model_len(model: PreTrainedModel, config: PagedConfig, notes: list[str]) -> int:
+    """Returns how long a request may get, before a small pool limits it further.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        config (`PagedConfig`):
+            What the user asked for.
+        notes (`list[str]`):
+            Gets a line if it is not that.
+    """
     limit, why = context_limit(model.config.get_text_config(decoder=True))
     if config.max_model_len is not None and (limit is None or config.max_model_len <= limit):
         return config.max_model_len
@@ -275,17 +328,33 @@ def _model_len(model: PreTrainedModel, config: PagedConfig, notes: list[str]) ->
     return limit or _UNKNOWN_CONTEXT
 
 
-def _affordable_blocks(
-    config: PagedConfig, device: torch.device, bytes_per_block: int, useful_blocks: int, activation_bytes: int
-) -> int:
+def _pool_budget(
+    config: PagedConfig, device: torch.device, bytes_per_block: int, useful_blocks: int, needs: budget.StepNeeds
+) -> budget.MemoryBudget:
+    if config.num_blocks is not None:
+        return budget.asked_budget(device, config.num_blocks, bytes_per_block, needs)
     useful = useful_blocks * bytes_per_block
-    if device.type == "cpu":
-        budget = memory.cpu_budget(config.cpu_kv_cache_gib, useful)
+    if memory.accelerator_of(device) is None:
+        room = budget.cpu_budget(config.cpu_kv_cache_gib, useful)
     else:
-        budget = memory.accelerator_budget(device, config.gpu_memory_utilization, activation_bytes, useful)
-    if budget.pool_bytes < bytes_per_block:
+        room = budget.accelerator_budget(device, config.gpu_memory_utilization, needs, useful)
+    if room.pool_bytes < bytes_per_block:
         raise NotEnoughMemoryError(
-            f"The K/V pool may take {budget.pool_bytes / _GIB:.4f} GiB ({budget.explanation}), but one block of the "
+            f"The K/V pool may take {room.pool_bytes / _GIB:.4f} GiB ({room.explanation}), but one block of the "
             f"model takes {bytes_per_block / _GIB:.4f} GiB. Raise the limit, or free memory."
         )
-    return budget.pool_bytes // bytes_per_block
+    return room
+
+
+def _memory_plan(
+    room: budget.MemoryBudget, needs: budget.StepNeeds, pool: int, notes: list[str]
+) -> budget.MemoryPlan | None:
+    if room.total is None or room.limit is None or room.used is None:
+        return None
+    plan = budget.MemoryPlan(room.total, room.limit, room.used, needs.activations, needs.graphs, pool)
+    if plan.planned > room.total:  # the blocks that were asked for fit, but beside them not the largest step
+        notes.append(
+            f"num_blocks leaves too little memory for the largest steps: they need {needs.total / _GIB:.2f} GiB, and "
+            f"{(room.total - room.used - pool) / _GIB:.2f} GiB are left; steps that run out of it are made smaller"
+        )
+    return plan

@@ -1,4 +1,4 @@
-"""Runs the paged path on a few tokens at load: against the plain forward, and for its memory on an accelerator."""
+"""Runs the paged path on a few tokens at load, against the plain forward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from ..configuration import PagedConfig
-from ..errors import HfPagedError, UnsupportedModelError
+from ..cache import memory
+from ..errors import HfPagedError, NotEnoughMemoryError, UnsupportedModelError
 from ..kernels.base import PagedAttentionBackend
 from ..modeling.layer_groups import LayerGroup, num_embeddings
 from .model_runner import ModelRunner
@@ -20,6 +20,7 @@ from .step import ScheduledRequest, SchedulerOutput
 # choose another expert for it; attending to the wrong tokens is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.2
+_MIB = 1 << 20
 
 
 @contextlib.contextmanager
@@ -38,6 +39,28 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def enough_memory(model: torch.nn.Module) -> Iterator[None]:
+    """What looks at a model may run out of its device's memory, and then says so.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+
+    Raises:
+        NotEnoughMemoryError: Instead of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        device = next(model.parameters()).device
+        raise NotEnoughMemoryError(
+            f"A few tokens of {type(model).__name__} cannot be computed on {device}: "
+            f"{memory.free_memory(device) / _MIB:.0f} MiB are free there beside the weights and other programs. Free "
+            "memory, or use another device."
+        ) from error
 
 
 @torch.inference_mode()
@@ -97,6 +120,8 @@ def check_against_stock(
             model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -1]
             for tokens in (first, second)
         ]
+    except (NotEnoughMemoryError, torch.OutOfMemoryError):  # which say nothing about the model
+        raise
     except HfPagedError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on the paged engine: {error}") from error
     except Exception as error:
@@ -112,66 +137,3 @@ def check_against_stock(
             f"{difference:.2g} / {size:.2g}, allowed {tolerance:.2g}. "
             "Some layer does more than attention over keys and values."
         )
-
-
-@torch.inference_mode()
-def activation_bytes(
-    model: PreTrainedModel,
-    groups: tuple[LayerGroup, ...],
-    backend: PagedAttentionBackend,
-    block_size: int,
-    config: PagedConfig,
-) -> int:
-    """Returns what a step at the token budget needs on an accelerator beyond weights and pool; 0 on a CPU.
-
-    Args:
-        model (`PreTrainedModel`):
-            The model.
-        groups (`tuple[LayerGroup, ...]`):
-            Its layers.
-        backend (`PagedAttentionBackend`):
-            The attention backend.
-        block_size (`int`):
-            Tokens per block.
-        config (`PagedConfig`):
-            Gives the token budget and the seats.
-    """
-    device = groups[0].device
-    if device.type == "cpu" or config.num_blocks is not None:
-        return 0
-    accelerator = torch.get_device_module(device)
-    tokens = config.max_num_batched_tokens or 8192
-    seats = min(config.max_num_seqs or 256, tokens)
-    length = math.ceil(tokens / seats)
-    blocks_each = math.ceil(length / block_size)
-    runner = ModelRunner(
-        model,
-        groups,
-        backend,
-        num_blocks=seats * blocks_each,
-        block_size=block_size,
-        max_num_seqs=seats,
-        max_model_len=length,
-    )
-    shares = tuple(
-        ScheduledRequest(
-            str(seat),
-            0,
-            length,
-            (0,) * length,
-            tuple(tuple(range(seat * blocks_each, (seat + 1) * blocks_each)) for _ in groups),
-            is_new=True,
-            sample_ids=(str(seat),),
-        )
-        for seat in range(seats)
-    )
-    accelerator.empty_cache()
-    accelerator.reset_peak_memory_stats(device)
-    before = accelerator.memory_allocated(device)
-    logits = runner.collect(runner.launch(SchedulerOutput(0, shares))).logits
-    logits.float().softmax(-1)  # what sampling takes
-    accelerator.synchronize(device)
-    peak = accelerator.max_memory_allocated(device) - before
-    del runner, logits
-    accelerator.empty_cache()
-    return int(peak)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 
+import numpy as np
 import torch
 
 from ..registry import Registry
@@ -125,7 +126,8 @@ class PagedAttentionBackend(abc.ABC):
 
     A backend sets, next to `name` and `capabilities`, its `priority` (where several fit, the highest is taken) and
     `automatic_devices` (device types on which it is taken without being asked for by name; `None` means all it
-    runs on).
+    runs on). It is `graph_safe` if its decoding launches depend on shapes and on the longest context on the host, and
+    read all else on the device: request rows of length 0 and slots below 0 are passed over.
 
     Args:
         spec (`AttentionSpec`):
@@ -136,6 +138,7 @@ class PagedAttentionBackend(abc.ABC):
     capabilities: Capabilities
     priority: int = 0
     automatic_devices: frozenset[str] | None = None
+    graph_safe: bool = False
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
@@ -144,6 +147,19 @@ class PagedAttentionBackend(abc.ABC):
     def unavailable_reason(cls) -> str | None:
         """Returns why the backend cannot be used on this machine (a missing package, ...), or `None`."""
         return None
+
+    def keys_saved(self, block_tables: np.ndarray, seq_lens: np.ndarray) -> int:
+        """Returns how many keys less are read by a decoding call that is planned for just these requests.
+
+        A captured call is planned for any. Where keys are saved by the gigabyte, it does not pay.
+
+        Args:
+            block_tables (`np.ndarray`):
+                int32 `[num_requests, max_blocks]`, on the host.
+            seq_lens (`np.ndarray`):
+                int32 `[num_requests]`, contexts with the new token.
+        """
+        return 0
 
     def prepare(self, metadata: PagedAttentionMetadata, num_kv_heads: int) -> None:  # noqa: B027 - optional hook
         """Computes what all layers of a step share, into `metadata.prepared`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -158,12 +159,16 @@ class LayerArguments:
             `[num_blocks, num_kv_heads, block_size, Dk]`; none without attention.
         value_cache (`torch.Tensor`, *optional*):
             `[num_blocks, num_kv_heads, block_size, Dv]`.
+        prepared (`Any`, *optional*):
+            What an implementation made of all this in the first call with it, for those that follow. It must not
+            refer to this object, or both would outlive their pool.
     """
 
     shape: LayerShape
     tensors: Sequence[torch.Tensor | None]
     key_cache: torch.Tensor | None = None
     value_cache: torch.Tensor | None = None
+    prepared: Any = None
 
     def named(self) -> dict[str, torch.Tensor | None]:
         """Returns its tensors by their names in `TENSORS`."""
@@ -186,17 +191,17 @@ class LayerArguments:
             `torch.Tensor`: `[tokens, num_query_heads, Dv]`.
         """
         assert self.key_cache is not None and self.value_cache is not None, "attention needs blocks"
-        shape, tensors = self.shape, self.named()
-        output = backend.attend(
-            query,
-            self.key_cache,
-            self.value_cache,
-            metadata,
-            scale=shape.scale,
-            window=None if shape.window < 0 else shape.window,
-            softcap=shape.softcap or None,
-            sinks=tensors["sinks"],
-            alibi_slopes=tensors["alibi_slopes"],
-        )
+        output = backend.attend(query, self.key_cache, self.value_cache, metadata, **self.attention_settings())
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
         return output
+
+    def attention_settings(self) -> dict[str, Any]:
+        """Returns what `PagedAttentionBackend.attend` is given beside tensors of the call."""
+        shape, tensors = self.shape, self.named()
+        return {
+            "scale": shape.scale,
+            "window": None if shape.window < 0 else shape.window,
+            "softcap": shape.softcap or None,
+            "sinks": tensors["sinks"],
+            "alibi_slopes": tensors["alibi_slopes"],
+        }

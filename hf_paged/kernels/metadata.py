@@ -45,6 +45,8 @@ class PagedAttentionMetadata:
         token_rows (`torch.Tensor`, *optional*):
             int64 `[num_tokens]`, where the new tokens lie in the model's row if that holds padding as well; by default
             they are all of it.
+        block_tables_host (`numpy.ndarray`, *optional*):
+            `block_tables` on the host, where whoever made the call has them there.
         prepared (`dict[str, Any]`):
             What a backend computed once for this step, under keys of its own (index tensors, masks, buckets).
             All layers of the step share it.
@@ -59,6 +61,7 @@ class PagedAttentionMetadata:
     num_decodes: int
     block_size: int
     token_rows: torch.Tensor | None = None
+    block_tables_host: np.ndarray | None = None
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property

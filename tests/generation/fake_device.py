@@ -34,6 +34,7 @@ from hf_paged.generation.request import NO_EXTRAS, RequestExtras
 from hf_paged.generation.sampling.params import SamplingParams
 from hf_paged.generation.sampling.pending import PendingTokens
 from hf_paged.generation.sampling.sampler import Sampler
+from hf_paged.generation.staging import Staging
 from hf_paged.generation.step import SchedulerOutput
 from hf_paged.generation.step_loop import StepLoop
 
@@ -85,9 +86,8 @@ class FakeDevice:
     """
 
     def __init__(self, plan: EnginePlan, latency: float = 0.0):
-        self.batch = InputBatch(
-            plan.max_num_seqs, plan.max_model_len, plan.block_size, num_groups=1, device=torch.device("cpu")
-        )
+        self.batch = InputBatch(plan.max_num_seqs, plan.max_model_len, plan.block_size, num_groups=1)
+        self.staging = Staging(torch.device("cpu"))
         num_slots = plan.num_blocks * plan.block_size
         self.tokens, self.positions = np.full(num_slots, -1), np.full(num_slots, -1)
         self.cache = SimpleNamespace(abandon=lambda: None)
@@ -99,7 +99,9 @@ class FakeDevice:
         self.busy = self.free_at = 0.0
         self._is_lost = False  # a step has failed, and what follows computes rubbish until somebody notices
 
-    def launch(self, output: SchedulerOutput, embeds: Any = None, choose: Callable | None = None) -> FakeHandle:
+    def launch(
+        self, output: SchedulerOutput, embeds: Any = None, choose: Callable | None = None, sampling: Any = None
+    ) -> FakeHandle:
         number, self.num_launched = self.num_launched, self.num_launched + 1
         self.batch.apply(output)
         with self.clock.stopped():
@@ -110,12 +112,13 @@ class FakeDevice:
         if fault is not None:
             raise fault
         self._is_lost |= isinstance(self.read_faults.get(number), Exception)
-        inputs = self.batch.build(output)
+        inputs = self.staging.send(self.batch.build(output, sampling))
+        self.batch.fill_in(inputs)
         pending = None
         with self.clock.stopped():
             logits = self._compute(inputs)
             if choose is not None:
-                pending = choose(logits)
+                pending = choose(logits, inputs.sampling)
         if choose is not None:
             self.batch.keep(output, pending.token_ids)
             self.num_ahead += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -65,6 +65,33 @@ class DrawPlan:
         self._keys[:, 2] = [request.num_output_tokens + request.num_in_flight_tokens for request in self.requests]
         return self._keys
 
+    def wanted(self) -> dict[str, np.ndarray]:
+        """Returns what drawing tokens takes where the scores are: `settings` and `keys`, with a row for each token."""
+        if self.all_greedy:
+            return {}
+        return {"settings": self.native_settings.numpy(), "keys": self.keys().view(np.int64).copy()}
+
+
+def padded_sampling(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    """Adds rows to what is wanted where the scores are.
+
+    Args:
+        arrays (`Mapping[str, np.ndarray]`):
+            Of `Sampler.wanted`.
+        num_rows (`int`):
+            How many rows there are then, at least as many as before.
+
+    Returns:
+        `dict[str, np.ndarray]`: The same; the further rows take the best token.
+    """
+    padded = {}
+    for name, array in arrays.items():
+        padded[name] = np.zeros((num_rows, *array.shape[1:]), dtype=array.dtype)
+        if name == "settings":
+            padded[name][:] = (native.BEST, 1, 0, 1, 0)
+        padded[name][: len(array)] = array
+    return padded
+
 
 def choose(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
     """Chooses a token in each row.
@@ -80,14 +107,17 @@ def choose(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray
         if it holds one). Where that is not finite the token means nothing, unless the row is greedy.
     """
     if native.takes(scores):
-        return _choose_natively(scores, plan)
+        token_ids, best = choose_natively(scores, plan)
+        return token_ids.numpy(), best.numpy()
     if _triton_takes(scores):
         token_ids, best = choose_by_triton(scores, plan)
         return token_ids.cpu().numpy(), best.cpu().numpy()
     return _choose_greedily(scores) if plan.all_greedy else _choose_by_torch(scores, plan)
 
 
-def choose_ahead(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_ahead(
+    scores: torch.Tensor, plan: DrawPlan, sent: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses the same tokens as `choose`, without waiting for the device that the scores are on.
 
     Args:
@@ -95,15 +125,19 @@ def choose_ahead(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor, to
             `[rows, vocab_size]`, contiguous within a row.
         plan (`DrawPlan`):
             How; `can_choose_ahead`, or it waits after all.
+        sent (`Mapping[str, torch.Tensor]`, *optional*):
+            What `plan.wanted()` returned, where the scores are; there may be more rows.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: `[rows]` int64 token ids and `[rows]` float32 largest scores, on the
         device.
     """
     if _triton_takes(scores):
-        return choose_by_triton(scores, plan)
+        return choose_by_triton(scores, plan, sent)
     if plan.all_greedy and scores.device.type != "cpu":
         return _best_tokens(scores)
+    if native.takes(scores):
+        return choose_natively(scores, plan, sent)
     token_ids, best = choose(scores, plan)
     return to_device(token_ids, scores.device), to_device(best, scores.device)
 
@@ -120,7 +154,9 @@ def can_choose_ahead(device: torch.device, greedy: bool) -> bool:
     return greedy or device.type == "cpu" or (device.type == "cuda" and _has_triton())
 
 
-def choose_by_triton(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_by_triton(
+    scores: torch.Tensor, plan: DrawPlan, sent: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses a token in each row on a GPU.
 
     Args:
@@ -128,6 +164,8 @@ def choose_by_triton(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor
             `[rows, vocab_size]`, contiguous within a row.
         plan (`DrawPlan`):
             How.
+        sent (`Mapping[str, torch.Tensor]`, *optional*):
+            As for `choose_ahead`.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: As of `choose`, on the device.
@@ -136,8 +174,38 @@ def choose_by_triton(scores: torch.Tensor, plan: DrawPlan) -> tuple[torch.Tensor
 
     if plan.all_greedy:
         return argmax_tokens(scores)
-    settings = to_device(plan.native_settings.numpy(), scores.device)
-    return draw_tokens(scores, settings, to_device(plan.keys().view(np.int64).copy(), scores.device))
+    return draw_tokens(scores, *_settings_and_keys(scores, plan, sent))
+
+
+def choose_natively(
+    scores: torch.Tensor, plan: DrawPlan, sent: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses a token in each row on a CPU, by native code.
+
+    Args:
+        scores (`torch.Tensor`):
+            `[rows, vocab_size]`, contiguous within a row.
+        plan (`DrawPlan`):
+            How.
+        sent (`Mapping[str, torch.Tensor]`, *optional*):
+            As for `choose_ahead`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: As of `choose`.
+    """
+    if plan.all_greedy:
+        return native.argmax_tokens(scores)
+    settings, keys = _settings_and_keys(scores, plan, sent)
+    return native.draw_tokens(scores, settings, native.philox_uniforms(keys))
+
+
+def _settings_and_keys(
+    scores: torch.Tensor, plan: DrawPlan, sent: Mapping[str, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if sent is None:
+        wanted = plan.wanted()
+        return to_device(wanted["settings"], scores.device), to_device(wanted["keys"], scores.device)
+    return sent["settings"][: len(scores)], sent["keys"][: len(scores)]
 
 
 @functools.cache
@@ -147,15 +215,6 @@ def _has_triton() -> bool:
 
 def _triton_takes(scores: torch.Tensor) -> bool:
     return scores.is_cuda and scores.dtype in native.DTYPES and _has_triton()
-
-
-def _choose_natively(scores: torch.Tensor, plan: DrawPlan) -> tuple[np.ndarray, np.ndarray]:
-    if plan.all_greedy:
-        token_ids, best = native.argmax_tokens(scores)
-    else:
-        uniform = native.philox_uniforms(torch.from_numpy(plan.keys().view(np.int64)))
-        token_ids, best = native.draw_tokens(scores, plan.native_settings, uniform)
-    return token_ids.numpy(), best.numpy()
 
 
 def _choose_greedily(scores: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

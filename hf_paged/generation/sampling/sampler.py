@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -106,6 +106,7 @@ class Sampler:
         self.device = torch.device(device)
         self._memory = Memory()
         self._plan: _Plan | None = None
+        self._num_columns = vocab_size  # of the last logits, and so of the next
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request; unknown ids are fine.
@@ -167,8 +168,33 @@ class Sampler:
         """
         return can_choose_ahead(self.device, all(request.params.greedy for request in requests))
 
+    def wanted(self, requests: Sequence[Request], rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Returns what `start` wants where the logits will be, so that it can go there with the inputs of the model.
+
+        Args:
+            requests (`Sequence[Request]`):
+                Who gets a token.
+            rows (`Sequence[int]`):
+                For each request its row of the logits.
+
+        Returns:
+            `dict[str, np.ndarray]`: Each with a row for every request; empty if nothing is wanted.
+        """
+        if not requests:
+            return {}
+        wanted = self._plan_for(requests, self._num_columns).draws.wanted()
+        if _side_by_side(rows) is None:
+            wanted["rows"] = np.array(rows, dtype=np.int64)
+        return wanted
+
     @torch.inference_mode()
-    def start(self, logits: torch.Tensor, requests: Sequence[Request], rows: Sequence[int]) -> PendingTokens:
+    def start(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        rows: Sequence[int],
+        sent: Mapping[str, torch.Tensor] | None = None,
+    ) -> PendingTokens:
         """Chooses the tokens that `sample` would, where the logits are, without waiting for them.
 
         Args:
@@ -178,6 +204,9 @@ class Sampler:
                 Who gets a token; `can_start` says yes. The token before it may still be in flight.
             rows (`Sequence[int]`):
                 For each request its row of the logits.
+            sent (`Mapping[str, torch.Tensor]`, *optional*):
+                What `wanted` returned for them, where the logits are; there may be more rows. By default, and if the
+                logits are of another width than the last ones, it is sent now.
 
         Returns:
             `PendingTokens`: To be waited for.
@@ -185,10 +214,14 @@ class Sampler:
         if not requests:
             nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
             return PendingTokens(nothing, nothing.float(), self.vocab_size)
+        if logits.shape[1] != self._num_columns:
+            sent = None
         plan = self._plan_for(requests, logits.shape[1])
-        return PendingTokens(*choose_ahead(_select(logits, rows), plan.draws), logits.shape[1])
+        scores = _select(logits, rows, sent.get("rows") if sent is not None else None)
+        return PendingTokens(*choose_ahead(scores, plan.draws, sent), logits.shape[1])
 
     def _plan_for(self, requests: Sequence[Request], vocab_size: int) -> _Plan:
+        self._num_columns = vocab_size
         if self._plan is None or not self._plan.fits(requests, vocab_size):
             self._plan = _Plan(Batch(tuple(requests), vocab_size, self.device, self._memory))
         return self._plan
@@ -199,13 +232,19 @@ def _top_k(top_k: int | None, vocab_size: int) -> int:
     return top_k if top_k and top_k < vocab_size else 0
 
 
-def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Returns the rows, without a copy if they lie side by side."""
+def _side_by_side(rows: Sequence[int]) -> slice | None:
+    """Returns the rows as a slice, if they are one."""
     first, end = rows[0], rows[0] + len(rows)
-    if list(rows) == list(range(first, end)):
-        part = logits[first:end]
+    return slice(first, end) if list(rows) == list(range(first, end)) else None
+
+
+def _select(logits: torch.Tensor, rows: Sequence[int], index: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the rows, without a copy if they lie side by side; `index` holds them where the logits are."""
+    place = _side_by_side(rows)
+    if place is not None:
+        part = logits[place]
         return part if part.stride(1) == 1 else part.contiguous()
-    return logits[torch.tensor(rows, device=logits.device)]
+    return logits[torch.tensor(rows, device=logits.device) if index is None else index[: len(rows)]]
 
 
 def _process(

@@ -88,7 +88,7 @@ def find_norm(module: torch.nn.Module, size: int) -> Norm | None:
         return None
     x = _numbers(size)
     try:
-        probe = copy.deepcopy(module).float()
+        probe = copy.deepcopy(module).to("cpu", torch.float32)
         weight, bias = _refilled(probe)
         expected = probe(x)
     except Exception:

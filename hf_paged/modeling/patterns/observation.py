@@ -186,6 +186,7 @@ def same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return (
         first.numel() == second.numel()
         and first.dtype == second.dtype
+        and first.device == second.device
         and torch.equal(first.reshape(-1), second.reshape(-1))
     )
 

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from ..native_step import has_own_forward
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+DEVICE_TYPES = frozenset({"cpu", "cuda"})  # that operators exist for
 _CAPTURING = "transformers.utils.output_capturing"  # hooks that return hidden states to a call that asks for them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -74,7 +75,7 @@ def check_plain(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def is_plain_tensor(tensor: Any) -> bool:
-    """Returns whether something is an ordinary tensor of a dtype and layout that native operators read.
+    """Returns whether something is an ordinary tensor of a dtype, device and layout that native operators read.
 
     Args:
         tensor (`Any`):
@@ -83,11 +84,28 @@ def is_plain_tensor(tensor: Any) -> bool:
     return (
         type(tensor) in (torch.nn.Parameter, torch.Tensor)
         and tensor.dtype in DTYPES
-        and tensor.device.type == "cpu"
+        and tensor.device.type in DEVICE_TYPES
         and tensor.layout == torch.strided
         and tensor.ndim > 0
         and tensor.stride(-1) == 1
     )
+
+
+def check_one_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Checks that tensors are where the one is that they are computed with.
+
+    Args:
+        tensors (`Iterable[torch.Tensor]`):
+            The weights of a module.
+        device (`torch.device`):
+            Of its input.
+
+    Raises:
+        NotRecognizedError: If one is elsewhere.
+    """
+    others = {str(tensor.device) for tensor in tensors} - {str(device)}
+    if others:
+        raise NotRecognizedError(f"its input is on {device}, but weights are on {', '.join(sorted(others))}")
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:

@@ -207,9 +207,8 @@ def _attending(arguments: LayerArguments, metadata: PagedAttentionMetadata | Non
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key_cache, value_cache = arguments.key_cache, arguments.value_cache
         assert metadata is not None and key_cache is not None and value_cache is not None, "attention needs blocks"
-        spec = AttentionSpec(
-            query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.dtype, "cpu", metadata.block_size
-        )
+        (_, num_heads, key_dim), (_, num_kv_heads, value_dim), device = query.shape, value.shape, query.device
+        spec = AttentionSpec(num_heads, num_kv_heads, key_dim, value_dim, query.dtype, device.type, metadata.block_size)
         backend = ReferenceBackend(spec)
         backend.store(key, value, key_cache, value_cache, metadata)
         return arguments.attend(query, backend, metadata)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_paged.generation.request import Request
-from hf_paged.generation.sampling.choose import DrawPlan, choose, choose_by_triton
+from hf_paged.generation.sampling.choose import DrawPlan, choose, choose_by_triton, padded_sampling
 from hf_paged.generation.sampling.params import SamplingParams
 from hf_paged.generation.sampling.truncation import Truncation
 from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
@@ -42,7 +42,10 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             plan = plan_of(12, greedy)
             scores = (torch.randn(12, 700, generator=source) * 3).to(dtype)
-            tokens, best = choose_by_triton(scores, plan)
+            sent = None
+            if dtype == torch.bfloat16:  # as in a padded step
+                sent = {name: torch.from_numpy(array) for name, array in padded_sampling(plan.wanted(), 16).items()}
+            tokens, best = choose_by_triton(scores, plan, sent)
             expected, largest = choose(scores, plan)
             same = tokens.tolist() == expected.tolist() and best.tolist() == largest.tolist()
             print(json.dumps({"case": f"greedy={greedy} {dtype}", "same": same}))

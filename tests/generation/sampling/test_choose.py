@@ -63,3 +63,41 @@ def test_positions_move_on_without_a_new_plan():
     assert len({tuple(tokens) for tokens in drawn}) > 10
     first = make_requests(2, SETTINGS[1:2])
     assert np.array_equal(Sampler(500).sample(scores, first, [0, 1]).token_ids, drawn[0])
+
+
+@pytest.mark.parametrize("has_native", [True, False])
+@pytest.mark.parametrize("settings", [SETTINGS[:1], SETTINGS, SETTINGS[1:]], ids=["greedy", "mixed", "drawn"])
+@pytest.mark.parametrize("rows", [list(range(1, 10)), [0, 2, 2, 2, 5, 6, 7, 8, 9]], ids=["side by side", "shared"])
+def test_what_was_sent_before_chooses_the_same_tokens(rows, settings, has_native, monkeypatch):
+    if not has_native:
+        monkeypatch.setattr(choose.native, "takes", lambda scores: False)
+    scores = torch.randn(10, 700, generator=torch.Generator().manual_seed(2)) * 4
+    requests = make_requests(9, settings)
+    expected = Sampler(700).sample(scores, requests, rows)
+    sampler = Sampler(700)
+    wanted = sampler.wanted(requests, rows)
+    assert set(wanted) == ({"settings", "keys"} if settings != SETTINGS[:1] else set()) | (
+        {"rows"} if rows[0] == 0 else set()
+    )
+    sent = {name: torch.from_numpy(array) for name, array in choose.padded_sampling(wanted, 16).items()}
+    assert all(len(tensor) == 16 for tensor in sent.values())
+    if has_native and native.load():
+        monkeypatch.setattr(choose, "to_device", None)  # nothing else goes there
+
+    assert sampler.start(scores, requests, rows, sent).wait().token_ids == expected.token_ids
+
+
+def test_what_was_sent_for_logits_of_another_width_is_not_used():
+    requests = make_requests(4, [{"temperature": 5.0, "top_k": 600}])
+    scores = torch.randn(4, 1000, generator=torch.Generator().manual_seed(2))
+    sampler, expected = Sampler(500), Sampler(500).sample(scores, requests, range(4)).token_ids
+    for position in range(2):  # at first it takes the logits to be as wide as the vocabulary
+        wanted = sampler.wanted(requests, range(4))
+        assert wanted["settings"][0, 2] == (0, 600)[position]
+        sent = {name: torch.from_numpy(array) for name, array in wanted.items()}
+        assert sampler.start(scores, requests, range(4), sent).wait().token_ids == expected
+
+
+def test_nothing_is_wanted_for_nobody():
+    sampler = Sampler(50)
+    assert sampler.wanted([], []) == {} and sampler.start(torch.zeros(0, 50), [], [], {}).wait().token_ids == []
