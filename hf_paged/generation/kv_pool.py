@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 
 from ..cache.memory import allocate
 from ..kernels.triton import device as gpu
 from ..modeling.layer_groups import LayerGroup
-from .sampling.pending import to_device
 
 Copier = Callable[[torch.Tensor], None]  # takes int64 [2, copies]: sources, and destinations
 
@@ -18,7 +17,7 @@ Copier = Callable[[torch.Tensor], None]  # takes int64 [2, copies]: sources, and
 class KVPool:
     """The K/V blocks of one layer group.
 
-    Layers of one shape lie in one tensor `[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`, so that
+    Keys and values of one shape lie in one tensor `[caches, num_blocks, num_kv_heads, block_size, head_dim]`, so that
     clearing and copying blocks is one operation for all of them. Where Triton's kernels run, copies are one launch for
     layers of any shapes.
 
@@ -33,75 +32,72 @@ class KVPool:
 
     def __init__(self, group: LayerGroup, num_blocks: int, block_size: int):
         first = group.layers[0]
-        same = all(
-            (layer.num_kv_heads, layer.key_dim, layer.value_dim) == (first.num_kv_heads, first.key_dim, first.key_dim)
-            for layer in group.layers
+        # In turn the keys and values of each layer.
+        shapes = [(layer.num_kv_heads, dim) for layer in group.layers for dim in (layer.key_dim, layer.value_dim)]
+        counts = collections.Counter(shapes)
+        self._slabs = allocate(
+            [(count, num_blocks, heads, block_size, dim) for (heads, dim), count in counts.items()],
+            first.dtype,
+            first.device,
         )
-        if same:
-            shape = (len(group.layers), 2, num_blocks, first.num_kv_heads, block_size, first.key_dim)
-            self._slabs = allocate([shape], first.dtype, first.device)
-            self.keys = [slab[0] for slab in self._slabs[0]]
-            self.values = [slab[1] for slab in self._slabs[0]]
-        else:
-            shapes = [
-                (1, 1, num_blocks, layer.num_kv_heads, block_size, dim)
-                for layer in group.layers
-                for dim in (layer.key_dim, layer.value_dim)
-            ]
-            self._slabs = allocate(shapes, first.dtype, first.device)
-            self.keys = [slab[0, 0] for slab in self._slabs[0::2]]
-            self.values = [slab[0, 0] for slab in self._slabs[1::2]]
+        parts = {shape: iter(slab.unbind(0)) for shape, slab in zip(counts, self._slabs, strict=True)}
+        caches = [next(parts[shape]) for shape in shapes]
+        self.keys, self.values = caches[0::2], caches[1::2]
         self.num_bytes = sum(slab.nbytes for slab in self._slabs)
         self._copier: Copier | None = None  # looked for at the first copy
         self._has_looked = False
         self._num_used = 0  # blocks from here on are zero still: nothing was ever written to them
 
-    def use(self, new_block_ids: Iterable[int], cleared_block_ids: Iterable[int]) -> None:
-        """Takes blocks into use, and zeroes some of them unless they are zero still.
+    def take(self, new_block_ids: Iterable[int], cleared_block_ids: Iterable[int]) -> list[int]:
+        """Takes blocks into use.
 
         Args:
             new_block_ids (`Iterable[int]`):
                 All blocks that are about to be written to for the first time.
             cleared_block_ids (`Iterable[int]`):
                 Those of them that will not be filled.
+
+        Returns:
+            `list[int]`: Which of the latter are to be cleared; the others are zero still.
         """
         stale = [block_id for block_id in cleared_block_ids if block_id < self._num_used]
         self._num_used = max(self._num_used, max(new_block_ids, default=-1) + 1)
-        if not stale:
-            return
-        if self._slabs[0].device.type == "cpu":  # where one call for all blocks takes ten times as long as one for each
-            for slab in self._slabs:
-                for block_id in stale:
-                    slab[:, :, block_id].zero_()
-        else:
-            _clear_at_once(self._slabs, stale)
+        return stale
 
-    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+    def clear(self, block_ids: torch.Tensor) -> None:
+        """Zeroes blocks.
+
+        Args:
+            block_ids (`torch.Tensor`):
+                int64 `[k]`, on the pool's device.
+        """
+        if self._slabs[0].device.type == "cpu":  # where one call for all blocks takes ten times as long as one for each
+            for block_id in block_ids.tolist():
+                for slab in self._slabs:
+                    slab[:, block_id].zero_()
+        else:
+            _clear_at_once(self._slabs, block_ids)
+
+    def copy(self, pairs: torch.Tensor) -> None:
         """Copies blocks.
 
         Args:
-            pairs (`tuple[tuple[int, int], ...]`):
-                (source, destination) block ids; no destination is also a source.
+            pairs (`torch.Tensor`):
+                int64 `[2, k]`, contiguous, on the pool's device: sources and destinations; no destination is also a
+                source.
         """
-        if not pairs:
-            return
         if not self._has_looked:
             self._has_looked, self._copier = True, _triton_copier([*self.keys, *self.values])
-        # As rows of sources and destinations, each contiguous.
-        both = to_device(np.array(pairs, dtype=np.int64).T.copy(), self._slabs[0].device)
         if self._copier is not None:
-            self._copier(both)
+            self._copier(pairs)
             return
         for slab in self._slabs:
-            slab.index_copy_(2, both[1], slab.index_select(2, both[0]))
+            slab.index_copy_(1, pairs[1], slab.index_select(1, pairs[0]))
 
 
-def _clear_at_once(slabs: Sequence[torch.Tensor], block_ids: list[int]) -> None:
-    """Zeroes blocks of all layers in one launch, or in a few if there are more tensors than one can take."""
-    if len(slabs) == 1:
-        slabs[0].index_fill_(2, to_device(np.array(block_ids), slabs[0].device), 0)
-    else:
-        torch._foreach_zero_([slab[0, 0, block_id] for slab in slabs for block_id in block_ids])
+def _clear_at_once(slabs: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
+    for slab in slabs:
+        slab.index_fill_(1, block_ids, 0)
 
 
 def _triton_copier(caches: Sequence[torch.Tensor]) -> Copier | None:

@@ -24,7 +24,7 @@ from .input_batch import TILE, InputBatch
 from .kv_pool import KVPool
 from .outputs import StepResult
 from .recording import Recorded, StepRecorder
-from .sampling.pending import PendingTokens
+from .sampling.pending import PendingTokens, to_device
 from .staging import Staging
 from .step import SchedulerOutput
 from .step_inputs import HostInputs, ModelInputs
@@ -32,6 +32,9 @@ from .step_inputs import HostInputs, ModelInputs
 if TYPE_CHECKING:
     from .graphs.settings import GraphSettings
     from .native_layers import NativeLayers
+
+# Of what travels with a step's inputs; with the number of a layer group behind it.
+_CLEARED, _COPIED = "cleared", "copied"
 
 
 @dataclasses.dataclass(slots=True)
@@ -159,17 +162,21 @@ class ModelRunner:
             `StepHandle`: To be handed to `collect`.
         """
         started = time.perf_counter()
-        self._prepare(output)
+        work = self._prepare(output)
         recorder = StepRecorder(output)
         if self.tiled:
             assert choose is None, "the plan runs no step of tiles ahead"
+            self._work_on_blocks({name: to_device(array, self.staging.device) for name, array in work.items()})
             return self._launch_tiles(output, recorder, embeds)
         host, graphs = self.batch.build(output, sampling), self.graphs
+        host.extras = work
         shape = None if graphs is None else graphs.shape_for(host, self.model, self._call_alone)
         if graphs is not None and shape is not None:
             inputs = self._send(host.padded(*shape), graphs.memory)
             seconds_inputs = time.perf_counter() - started
             logits = graphs.replay(shape)[: len(host.logits_indices)]
+            if choose is None:
+                logits = logits.clone()  # whoever reads them may do so when the next step is under way
         else:
             inputs = self._send(host)
             self.cache.begin(inputs.metadata, recorder.attention_ranges(inputs.ranges))
@@ -179,8 +186,6 @@ class ModelRunner:
         if choose is not None:
             pending = choose(logits, inputs.sampling)
             self.batch.keep(output, pending.token_ids)
-        elif shape is not None:
-            logits = logits.clone()  # whoever reads them may do so when the next step is under way
         return StepHandle(output, logits, inputs.prompt_rows, recorder.recorded, seconds_inputs, pending)
 
     def inputs_of(self, output: SchedulerOutput) -> ModelInputs:
@@ -190,8 +195,10 @@ class ModelRunner:
             output (`SchedulerOutput`):
                 The step.
         """
-        self._prepare(output)
-        return self._send(self.batch.build(output))
+        work = self._prepare(output)
+        host = self.batch.build(output)
+        host.extras = work
+        return self._send(host)
 
     @torch.inference_mode()
     def call(self, inputs: ModelInputs) -> torch.Tensor:
@@ -219,20 +226,32 @@ class ModelRunner:
             raise
 
     def _send(self, host: HostInputs, into: torch.Tensor | None = None) -> ModelInputs:
-        """Brings inputs to the device, and there the tokens to them that only the device knows."""
+        """Brings inputs to the device, and does there what comes before the model's call."""
         inputs = self.staging.send(host, into)
         self.batch.fill_in(inputs)
+        self._work_on_blocks(inputs.extras)
         return inputs
 
-    def _prepare(self, output: SchedulerOutput) -> None:
+    def _prepare(self, output: SchedulerOutput) -> dict[str, np.ndarray]:
+        """Takes in what a step tells; returns what is to be done with blocks before the model runs, by group."""
         self.batch.apply(output)
+        work = {}
         for group, pool in enumerate(self.pools):
-            self._prepare_blocks(pool, group, output)
+            new = [block for share in output.scheduled if share.new_block_ids for block in share.new_block_ids[group]]
+            stale = pool.take(new, output.cleared_blocks[group] if output.cleared_blocks else ())
+            if stale:
+                work[f"{_CLEARED}{group}"] = np.array(stale)
+            if output.block_copies and output.block_copies[group]:
+                work[f"{_COPIED}{group}"] = np.ascontiguousarray(np.array(output.block_copies[group]).T)
+        return work
 
-    def _prepare_blocks(self, pool: KVPool, group: int, output: SchedulerOutput) -> None:
-        new = [block for share in output.scheduled if share.new_block_ids for block in share.new_block_ids[group]]
-        pool.use(new, output.cleared_blocks[group] if output.cleared_blocks else ())
-        pool.copy(output.block_copies[group] if output.block_copies else ())
+    def _work_on_blocks(self, work: Mapping[str, torch.Tensor]) -> None:
+        for group, pool in enumerate(self.pools if work else ()):
+            cleared, copied = work.get(f"{_CLEARED}{group}"), work.get(f"{_COPIED}{group}")
+            if cleared is not None:
+                pool.clear(cleared)
+            if copied is not None:
+                pool.copy(copied)
 
     def _call(
         self, inputs: ModelInputs, recorder: StepRecorder, embeds: Mapping[str, torch.Tensor] | None

@@ -129,9 +129,6 @@ class NativeCalls:
             run = _Run(group, operators, cache)
             self._runs.append(run)
             self._substitutes += [Substitute(unit.module, _LayerCall(run, i)) for i, unit in enumerate(group)]
-        self._copying = [
-            run for run in self._runs if any(u.recipe is not None and u.recipe.has_copies for u in run.units)
-        ]
         self._number = -1
 
     @contextlib.contextmanager
@@ -142,9 +139,10 @@ class NativeCalls:
             number (`int`):
                 Of the weights; if it is not that of the step before, they are fetched anew.
         """
-        for run in self._copying if number == self._number else self._runs:
-            run.fetch()
-        self._number = number
+        if number != self._number:
+            for run in self._runs:
+                run.fetch()
+            self._number = number
         try:
             with substituted(self._substitutes):
                 yield

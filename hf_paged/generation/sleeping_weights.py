@@ -84,7 +84,7 @@ class SleepingWeights:
         moves = {
             id(tensor): (tensor, self._places[name])
             for name, tensor in _named_tensors(model)
-            if name in self._places and self._is_away(tensor)
+            if name in self._places and _is_plain(tensor) and self._is_away(tensor)
         }
         try:
             _move(list(moves.values()), memory.device_buffer)
@@ -112,9 +112,12 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _is_movable(tensor: torch.Tensor) -> bool:
     """Others (quantized weights that are more than their storage, inference tensors) stay where they are."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    is_away = memory.accelerator_of(tensor.device) is not None
-    return is_plain and is_away and not tensor.is_inference() and tensor.untyped_storage().nbytes() > 0
+    return _is_plain(tensor) and memory.accelerator_of(tensor.device) is not None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_known and not tensor.is_inference() and tensor.untyped_storage().nbytes() > 0
 
 
 def _one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

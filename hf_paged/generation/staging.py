@@ -76,7 +76,8 @@ class Staging:
 
     @staticmethod
     def most_room(num_tokens: int, num_requests: int, table_width: int, num_groups: int) -> int:
-        """Returns how many bytes any inputs within some limits take at most, without `extras`.
+        """Returns how many bytes any inputs within some limits take at most, with blocks to be
+        cleared and copied for each of them.
 
         Args:
             num_tokens (`int`):
@@ -91,7 +92,8 @@ class Staging:
         by_token = 8 * (4 + num_groups)  # input_ids, position_ids, logits_indices, token_rows, slot_mapping
         # cu_seqlens_q, seq_lens, block_tables; fill_in; settings, keys and rows of the sampler
         by_request = 4 * (2 + table_width * num_groups) + 16 + 8 * (5 + 3 + 1)
-        return num_tokens * by_token + num_requests * by_request + ALIGNMENT * (10 + 2 * num_groups)
+        by_request += 8 * (1 + 2) * num_groups  # a block to be cleared, and one to be copied
+        return num_tokens * by_token + num_requests * by_request + ALIGNMENT * (10 + 4 * num_groups)
 
     def send(self, host: HostInputs, into: torch.Tensor | None = None) -> ModelInputs:
         """Sends inputs to the device, in one copy, without waiting for what it is doing.

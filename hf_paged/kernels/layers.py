@@ -154,7 +154,7 @@ class LayerArguments:
             Its numbers.
         tensors (`Sequence[torch.Tensor | None]`):
             Its tensors, in the order of `TENSORS`: weights as in `nn.Linear`, or `[blocks, rows, in]` where the rows
-            of an interleaved projection come in blocks; sinks and slopes in float32.
+            of an interleaved projection come in blocks; sinks and slopes of any dtype.
         key_cache (`torch.Tensor`, *optional*):
             `[num_blocks, num_kv_heads, block_size, Dk]`; none without attention.
         value_cache (`torch.Tensor`, *optional*):

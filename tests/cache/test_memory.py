@@ -13,6 +13,7 @@ import torch
 
 from hf_paged import AutoPagedModelForCausalLM, NotEnoughMemoryError, PagedConfig
 from hf_paged.cache import memory
+from hf_paged.cache.budget import StepNeeds
 from hf_paged.generation.plan import make_plan
 from hf_paged.modeling.layer_groups import LayerGroup, LayerSpec
 from tests.families import tiny_model
@@ -142,7 +143,9 @@ def group(bytes_per_token: int, device: str = "cpu") -> tuple[LayerGroup, ...]:
     return (LayerGroup((spec,)),)
 
 
-def plan(config: PagedConfig, *, device: str = "cpu", bytes_per_token: int = 1024, activation_bytes: int = 0):
+def plan(
+    config: PagedConfig, *, device: str = "cpu", bytes_per_token: int = 1024, activations: int = 0, graphs: int = 0
+):
     model = SimpleNamespace(config=tiny_model("llama").config)
     return make_plan(
         model,
@@ -150,7 +153,7 @@ def plan(config: PagedConfig, *, device: str = "cpu", bytes_per_token: int = 102
         config,
         attn_backend="reference",
         rejected_backends={},
-        activation_bytes=activation_bytes,
+        needs=StepNeeds(activations, graphs),
     )
 
 
@@ -184,8 +187,11 @@ def test_share_of_an_accelerator_counts_other_programs_and_activations(machine):
     """vllm-project/vllm#7256: a budget from the total memory is too large if others use the device too."""
     machine.free, machine.total = int(0.7 * 80 * GIB), 80 * GIB
     config = PagedConfig(gpu_memory_utilization=0.9, max_num_seqs=4096, max_model_len=512)
-    result = plan(config, device="cuda", bytes_per_token=1 << 16, activation_bytes=4 * GIB)
+    result = plan(config, device="cuda", bytes_per_token=1 << 16, activations=3 * GIB, graphs=GIB)
     assert 0.6 * 80 * GIB - 4 * GIB - result.bytes_per_block < result.pool_bytes <= 0.6 * 80 * GIB - 4 * GIB
+    assert result.graph_bytes == GIB and result.memory.limit == int(0.9 * 80 * GIB)
+    assert 0 <= result.memory.limit - result.memory.planned < result.bytes_per_block
+    assert "at most 72.00: weights and other programs 24.00, pool 44.00, a step 3.00, graphs 1.00" in result.describe()
 
 
 def test_small_share_leaves_room_for_training(machine):
@@ -200,10 +206,29 @@ def test_no_room_for_a_block_is_an_error_with_the_numbers(machine):
     """vllm-project/vllm#2248: "No available memory for the cache blocks" must say how much was wanted and free."""
     machine.free, machine.total = 8 * GIB, 80 * GIB
     with pytest.raises(NotEnoughMemoryError) as caught:
-        plan(PagedConfig(gpu_memory_utilization=0.9), device="cuda", activation_bytes=GIB)
+        plan(PagedConfig(gpu_memory_utilization=0.9), device="cuda", activations=GIB, graphs=GIB)
     message = str(caught.value)
     assert "0.9 of 80.00 GiB" in message and "72.00 GiB in use" in message and "1.00 GiB for a step" in message
+    assert "1.00 GiB for graphs" in message
     assert "may take 0.0000 GiB" in message and "one block" in message
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_blocks_than_fit_are_refused_with_the_numbers(machine, device):
+    assert plan(PagedConfig(num_blocks=(16 << 30) >> 14), device=device).pool_bytes == 16 * GIB
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(PagedConfig(num_blocks=1 << 21), device=device)
+    message = str(caught.value)
+    assert "`num_blocks` is 2097152, of 16384 bytes each: 32.00 GiB" in message and "16.00 GiB are free" in message
+    assert f"on {device}" in message and f"At most {1 << 20} blocks fit" in message
+
+
+def test_blocks_that_leave_no_room_for_steps_are_a_note(machine):
+    machine.free = 16 * GIB
+    result = plan(PagedConfig(num_blocks=(15 << 30) >> 14), device="cuda", activations=2 * GIB)
+    assert result.notes[0].startswith("num_blocks leaves too little memory for the largest steps: they need 2.00 GiB")
+    assert not plan(PagedConfig(num_blocks=(14 << 30) >> 14), device="cuda", activations=2 * GIB).notes
+    assert result.memory.limit == result.memory.total
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(-1, False), (0, True), (1, True)])

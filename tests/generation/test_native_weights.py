@@ -86,6 +86,15 @@ def test_weights_of_one_input_lie_side_by_side_after_loading(overrides):
     assert_right(model)
 
 
+def test_tied_embeddings_stay_tied():
+    model = paged(overrides={"tie_word_embeddings": True})
+    assert model.lm_head.weight is model.model.embed_tokens.weight and all(are_joined(model))
+    assert_right(model)
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_right(model)
+
+
 def test_nothing_moves_without_operators_that_profit(monkeypatch):
     monkeypatch.setattr(native_layers, "native_operators", lambda: REFERENCE)
     model = tiny_model("llama")

@@ -76,7 +76,7 @@ def make_tensors(
     ):
         tensors[name] = torch.randn(heads[name] * shape.key_dim if name in heads else hidden).to(dtype)
     for name in sorted({"sinks", "alibi_slopes"} & extra):
-        tensors[name] = torch.rand(shape.num_query_heads)
+        tensors[name] = torch.rand(shape.num_query_heads).to(dtype)
     return tensors
 
 

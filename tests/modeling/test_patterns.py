@@ -14,6 +14,7 @@ from hf_paged.generation.native_operators import REFERENCE
 from hf_paged.generation.native_units import Inspection
 from hf_paged.modeling.patterns.mlp import activation_kind
 from hf_paged.modeling.patterns.norm import find_norm
+from hf_paged.modeling.patterns.plain import NotRecognizedError, check_one_device, is_plain_linear
 from hf_paged.modeling.patterns.recipe import Activation, NormKind, ResidualFlow, RopeLayout
 from tests.families import _COMMON, FAMILIES, tiny_model
 
@@ -219,6 +220,18 @@ class OddNorm(torch.nn.Module):
 
     def forward(self, x):
         return self.compute(x, self.weight)
+
+
+def test_weights_where_no_operators_run_are_left_to_torch():
+    assert is_plain_linear(torch.nn.Linear(4, 4))
+    assert not is_plain_linear(torch.nn.Linear(4, 4, device="meta"))
+
+
+def test_weights_that_are_not_where_their_input_is_are_left_to_torch():
+    here, elsewhere = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")
+    check_one_device(here.parameters(), torch.device("cpu"))
+    with pytest.raises(NotRecognizedError, match="its input is on cpu, but weights are on meta"):
+        check_one_device([here.weight, elsewhere.weight], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.gates import __main__ as gates
-from benchmarks.gates import baseline, processes
+from benchmarks.gates import baseline, processes, report, worker
 from benchmarks.gates.architectures import ARCHITECTURES
 from benchmarks.gates.checks import violations
 from benchmarks.gates.machine_code import figures_of_amdgcn, figures_of_sass
+from hf_paged.kernels.triton.variant import KernelVariant
 
 SASS = """
 	.headerflags	@"EF_CUDA_SM90"
@@ -35,7 +37,7 @@ kernel:
 	v_mfma_f32_32x32x8_bf16_1k a[0:15], v[2:3], v[4:5], a[0:15]
 	s_endpgm
     .private_segment_fixed_size: 12
-    .sgpr_spill_count: 0
+    .sgpr_spill_count: 4
     .vgpr_count:     118
     .vgpr_spill_count: 3
 """
@@ -115,6 +117,23 @@ def test_occupancy(target, registers, shared, warps, share):
     assert ARCHITECTURES[target].occupancy(registers, shared, warps) == share
 
 
+def test_only_nvidias_compiler_is_told_how_many_registers_there_are():
+    variant = KernelVariant("v", "m:k", {}, {}, num_warps=8, num_stages=2, max_registers=168)
+    plain = {"num_warps": 8, "num_stages": 2}
+    assert worker.compile_options(variant, ARCHITECTURES["sm_90"]) == {**plain, "maxnreg": 168}
+    assert worker.compile_options(variant, ARCHITECTURES["gfx942"]) == plain
+    without = dataclasses.replace(variant, max_registers=None)
+    assert worker.compile_options(without, ARCHITECTURES["sm_90"]) == plain
+
+
+def test_what_is_known_of_a_kernel_is_found_by_every_process():
+    """Sets have another order in each process; the source's hash must not depend on it."""
+    pytest.importorskip("triton")
+    variant = next(v for v in worker.find_variants().values() if len(v.divisible) > 4)
+    places = [place for (place,) in worker.source_of(variant).attrs]
+    assert places == sorted(places) and len(places) == len(variant.divisible)
+
+
 VARIANTS = [
     {"name": "decode a", "kernel": "attention:kernel", "has_dot": True, "targets": ["sm_80", "sm_90"]},
     {"name": "decode b", "kernel": "attention:kernel", "has_dot": True, "targets": ["sm_80"]},
@@ -146,6 +165,17 @@ def test_the_baseline_is_kept_where_a_run_was_partial(tmp_path):
     baseline.record([make_row("sm_80", instructions=9)], path)
     assert json.loads(path.read_text()) == {"attention": {"3.6": {"sm_80": 9}}}
     assert gates.is_partial(gates.parse(["--targets", "sm_80"])) and not gates.is_partial(gates.parse([]))
+
+
+def test_the_table_of_figures_has_a_line_for_each_kernel_and_version(tmp_path):
+    rows = [make_row("sm_80") | {"occupancy": 0.25}, make_row("gfx942") | {"occupancy": 0.5, "version": "3.9"}]
+    report.write_figures(rows, tmp_path / "figures.md")
+    lines = (tmp_path / "figures.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| attention")] == [
+        "| attention | 128, 64.0, 25% |  |  |  |  |  |",
+        "| attention |  |  |  |  |  | 128, 64.0, 50% |",
+    ]
+    assert "## Triton 3.6" in lines and "## Triton 3.9" in lines
 
 
 def test_a_kernel_that_nobody_recorded_is_a_violation_and_a_new_triton_is_not():

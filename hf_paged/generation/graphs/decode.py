@@ -112,6 +112,8 @@ class DecodeGraphs:
             return None
         if self.settings.saved_bytes(host) > MAX_WASTE:
             return None
+        if any(array.shape[-1] > self.settings.max_num_seqs for array in host.extras.values()):
+            return None  # more blocks to clear or copy than there is room for in `memory`
         fitting = self.settings.shapes.fitting(num_rows, host.table_width)
         if self._may_capture(fitting[0]):
             self._capture(fitting[0], call)

@@ -11,6 +11,8 @@ from ..layers import TENSORS, LayerArguments
 from ..metadata import PagedAttentionMetadata
 from . import library
 
+_IN_FLOAT32 = (TENSORS.index("sinks"), TENSORS.index("alibi_slopes"))
+
 
 def decoder_layers(
     hidden: torch.Tensor,
@@ -42,6 +44,9 @@ def decoder_layers(
     keys, values = [], []
     for layer in layers:
         tensors += layer.tensors
+        for place in _IN_FLOAT32:
+            tensor = layer.tensors[place]
+            tensors[place - len(TENSORS)] = None if tensor is None else tensor.float()
         ints += layer.shape.ints  # type: ignore[attr-defined]
         floats += layer.shape.floats  # type: ignore[attr-defined]
         if layer.key_cache is not None and layer.value_cache is not None:

@@ -10,7 +10,7 @@ import torch
 from ..metadata import PagedAttentionMetadata
 from .configs import LaunchConfig, launch_config, padded, split_count
 from .device import device_traits
-from .launching import NEEDS_SM_89, check, check_dtype, on_device
+from .launching import NEEDS_SM_89, check, check_dtype, on_device, register_limit
 from .layer_cache import LayerCache
 from .paged_attention import paged_attention_kernel
 from .reduce import merge_parts
@@ -135,6 +135,7 @@ class _Call:
             SHARED=requests.shared,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **register_limit(self.query),
         )
 
     def attend(

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..base import BACKENDS, Capabilities, PagedAttentionBackend
 from ..metadata import PagedAttentionMetadata
 from . import device
 from .layer_cache import LayerCache
-from .shared_prefix import PREPARED
+from .shared_prefix import PREPARED, keys_saved, prepared_prefixes
 
 
 @BACKENDS.register("triton")
 class TritonBackend(PagedAttentionBackend):
     """One block-table kernel for decoding and prefill; on a CPU only under Triton's interpreter, for tests.
 
-    A step that put `SharedPrefixes` under `shared_prefix.PREPARED` into `metadata.prepared` has what its decoding
-    requests share read once. Quantized K/V go through `attention.paged_attention`.
+    What the decoding requests of a step share is read once; `prepare` finds it by the step's block tables on the host,
+    if it has them, and keeps it in `metadata.prepared`. Quantized K/V go through `attention.paged_attention`.
     """
 
     name = "triton"
     priority = 30
     automatic_devices = frozenset({"cuda"})
+    graph_safe = True
     capabilities = Capabilities(
         device_types=frozenset({"cuda", "cpu"}) if device.interpreted() else frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -34,6 +36,36 @@ class TritonBackend(PagedAttentionBackend):
     def unavailable_reason(cls) -> str | None:
         """Returns why the kernels cannot run on this machine, or `None`."""
         return device.unavailable_reason()
+
+    def keys_saved(self, block_tables: np.ndarray, seq_lens: np.ndarray) -> int:
+        """See `PagedAttentionBackend.keys_saved`; what requests share is read once."""
+        return keys_saved(block_tables, seq_lens, self.spec.block_size)
+
+    def prepare(self, metadata: PagedAttentionMetadata, num_kv_heads: int) -> None:
+        """Finds the prefixes that decoding requests share.
+
+        Args:
+            metadata (`PagedAttentionMetadata`):
+                The step's lengths and block tables.
+            num_kv_heads (`int`):
+                Not needed: what is shared is the same for all heads.
+        """
+        if PREPARED not in metadata.prepared:
+            metadata.prepared[PREPARED] = prepared_prefixes(metadata)
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+    ) -> None:
+        """See `PagedAttentionBackend.store`; tokens with negative slots are padding and go nowhere."""
+        from .cache import rope_store
+
+        # In one launch, as native layers do it, with a query head that nobody needs.
+        rope_store(key[:, :1], key, value, None, None, LayerCache(key_cache, value_cache), metadata.slot_mapping)
 
     def attend(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from ..cpu.rope import RopeLayout
 from .cache_kernels import copy_blocks_kernel, rope_store_kernel
-from .launching import DTYPES, check, check_dtype, on_device, padded
+from .launching import DTYPES, check, check_dtype, on_device, padded, warp_size
 from .layer_cache import LayerCache
 from .norms import Norm
 
@@ -37,6 +37,20 @@ def heads_of_program(num_heads: int, head_dim: int) -> int:
             The larger of Dk and Dv.
     """
     return min(padded(num_heads), max(1, NUMBERS_PER_PROGRAM // padded(head_dim)))
+
+
+def warps_of_program(num_heads: int, head_dim: int, threads: int) -> int:
+    """Returns the table's entry for the heads of a program: so many warps that each thread loads 16 bytes at a time.
+
+    Args:
+        num_heads (`int`):
+            Of a program, see `heads_of_program`.
+        head_dim (`int`):
+            The larger of Dk and Dv.
+        threads (`int`):
+            Of a warp.
+    """
+    return max(1, min(4, num_heads * padded(head_dim) // (8 * threads)))
 
 
 def rope_store(
@@ -82,12 +96,12 @@ def rope_store(
     check(begin + dim <= query.shape[2], f"rope turns numbers up to {begin + dim} of heads of {query.shape[2]}.")
     cos_stride = 0
     if cos is not None and sin is not None:
-        fits = cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] in (1, len(query))
+        fits = cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] in (1, query.shape[0])
         fits = fits and cos.dim() == 2 and (dim == 0 or (dim // 2 - 1) * step < cos.shape[1])
         check(fits, f"cos {list(cos.shape)} and sin {list(sin.shape)} must be alike, [tokens, n], and long enough.")
         cos_stride, step = (0 if cos.shape[0] == 1 else cos.stride(0)), step * cos.stride(1)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if not len(query):
+    if not query.shape[0]:
         return output
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     query_norm, key_norm = norms or _NO_NORMS
@@ -95,13 +109,14 @@ def rope_store(
     heads = heads_of_program(num_query_heads, max(key_dim, value_dim))
     tiles = -(-num_query_heads // heads) + 2 * -(-num_kv_heads // heads)
     with on_device(query):
-        rope_store_kernel[(len(query), tiles)](
+        rope_store_kernel[(query.shape[0], tiles)](
             output, cache.keys, cache.values, cache.key_scales, cache.value_scales, query, key, value,
             query_norm.weight, key_norm.weight, cos, sin, slot_mapping, query.stride(0), query.stride(1), key.stride(0),
             key.stride(1), value.stride(0), value.stride(1), cos_stride, sign, query_norm.eps, query_norm.offset,
             NUM_QUERY_HEADS=num_query_heads, NUM_KV_HEADS=num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             KEY_PAD=padded(key_dim), VALUE_PAD=padded(value_dim), BLOCK_SIZE=cache.keys.shape[2], HEADS=heads,
-            PAIRS=pairs, BEGIN=begin, HALF=dim // 2, COS_STEP=step, NORM_KIND=int(query_norm.kind), num_warps=4,
+            PAIRS=pairs, BEGIN=begin, HALF=dim // 2, COS_STEP=step, NORM_KIND=int(query_norm.kind),
+            num_warps=warps_of_program(heads, max(key_dim, value_dim), warp_size()),
         )  # fmt: skip
     return output
 
@@ -109,9 +124,9 @@ def rope_store(
 def _check_shapes(query, key, value, cache: LayerCache, slots: torch.Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dtype(name, tensor, (query.dtype,) if query.dtype in CAPABLE_DTYPES else CAPABLE_DTYPES)
-        check(tensor.dim() == 3 and len(tensor) == len(query), f"`{name}` must be [tokens, heads, head_dim].")
+        check(tensor.dim() == 3 and tensor.shape[0] == query.shape[0], f"`{name}` must be [tokens, heads, head_dim].")
         check(tensor.shape[2] <= MAX_HEAD_DIM, f"heads of {tensor.shape[2]} are larger than {MAX_HEAD_DIM}.")
-    check(slots.shape == (len(query),) and slots.dtype == torch.int64, "`slot_mapping` must be int64 [tokens].")
+    check(slots.shape == (query.shape[0],) and slots.dtype == torch.int64, "`slot_mapping` must be int64 [tokens].")
     check(key.shape[1:] == (value.shape[1], query.shape[2]), "query, key and value differ in heads or head_dim.")
     num_blocks, _, block_size, _ = cache.keys.shape
     for name, new, blocks, scales in (

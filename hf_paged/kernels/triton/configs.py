@@ -17,7 +17,7 @@ from .variant import KernelVariant
 # Splitting further costs more in merging than it gains in reading (sgl-project/sglang#35801).
 MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 64
-# So many programs on a multiprocessor keep its loads in flight.
+# So many programs on a multiprocessor keep its loads in flight; registers and shared memory leave room for them.
 PROGRAMS_PER_PROCESSOR = 2
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -57,7 +57,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
     ("sm_90", 128): {16: (64, 4, 5), 64: (64, 4, 5), 128: (128, 8, 5)},
     ("sm_90", 256): {16: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
     ("sm_90", 512): {16: (32, 4, 5), 64: (32, 8, 3), 128: (32, 8, 3)},
-    ("sm_100", 128): {16: (64, 4, 5), 64: (64, 4, 5), 128: (128, 8, 5)},
+    ("sm_100", 128): {16: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
     ("sm_100", 256): {16: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
     ("sm_100", 512): {16: (32, 4, 5), 64: (32, 8, 3), 128: (32, 8, 3)},
     ("sm_120", 128): {16: (64, 4, 5), 64: (64, 4, 5), 128: (64, 8, 5)},
@@ -174,10 +174,11 @@ def all_configurations() -> list[KernelVariant]:
     """Returns every configuration of the table in the uses of well-known families, and the merging kernel's.
 
     For each use, the kernel for decoding (`decode`, or with splits `split`: float32 parts) and for more new tokens
-    (`few`: about 64 rows a request, `many`). What is the same on several architectures is listed once. The kernels are
-    `paged_attention:paged_attention_kernel` and `reduce:merge_parts_kernel`.
+    (`few`: about 64 rows a request, `many`). What is the same on several architectures, or for several launches, is
+    listed once. The kernels are `paged_attention:paged_attention_kernel` and `reduce:merge_parts_kernel`.
     """
-    targets: dict[tuple[_Use, str, LaunchConfig], set[str]] = {}
+    targets: dict[tuple[_Use, bool, LaunchConfig], set[str]] = {}
+    first_launch: dict[tuple[_Use, bool, LaunchConfig], str] = {}
     for architecture, use in itertools.product(ARCHITECTURES, _USES):
         # GPUs older than sm_89 have no float8.
         if use.cache_dtype == "fp8e4nv" and architecture == "sm_80":
@@ -186,8 +187,12 @@ def all_configurations() -> list[KernelVariant]:
             longest_query = {"decode": 1, "split": 1, "few": 64 // use.group, "many": 4096}[launch]
             head_dim, itemsize = max(use.key_dim, use.value_dim), DTYPE_BYTES[use.dtype]
             config = launch_config(architecture, use.group, head_dim, itemsize, longest_query)
-            targets.setdefault((use, launch, config), set()).add(architecture)
-    attention = [_attention_variant(*key, frozenset(names)) for key, names in targets.items()]
+            key = use, launch == "split", config
+            first_launch.setdefault(key, launch)
+            targets.setdefault(key, set()).add(architecture)
+    attention = [
+        _attention_variant(key[0], first_launch[key], key[2], frozenset(names)) for key, names in targets.items()
+    ]
     return [*attention, *_merge_variants()]
 
 
@@ -239,6 +244,7 @@ def _attention_variant(use: _Use, launch: str, config: LaunchConfig, targets: fr
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=launching.MAX_REGISTERS,
         divisible=frozenset(
             name
             for name in ("output_ptr", "query_ptr", "key_ptr", "value_ptr", "key_scale_ptr", "value_scale_ptr")

@@ -10,7 +10,26 @@ import torch
 from ...errors import NotSupportedError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_REGISTERS = 255
 NEEDS_SM_89 = (torch.float8_e4m3fn,)  # no conversion to it on older GPUs
+
+
+def warp_size() -> int:
+    """Returns how many threads a warp of this machine's GPUs has."""
+    return 32 if torch.version.hip is None else 64
+
+
+def register_limit(tensor: torch.Tensor) -> dict[str, int]:
+    """Returns the option of a launch with at most eight warps that lets its threads have `MAX_REGISTERS`.
+
+    Without it NVIDIA's compiler looks for a number with which more programs fit, and spills what is too much for it.
+    AMD's knows no such option.
+
+    Args:
+        tensor (`torch.Tensor`):
+            An argument of the launch.
+    """
+    return {"maxnreg": MAX_REGISTERS} if tensor.is_cuda and torch.version.hip is None else {}
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -146,8 +146,9 @@ def add_normalized(
     """
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     y = total if after is None else torch.empty_like(branch, memory_format=torch.contiguous_format)
-    shapes = [list(tensor.shape) for tensor in (branch, residual, other) if tensor is not None]
-    check(shapes.count(shapes[0]) == len(shapes), f"what is added has the shapes {shapes}; they must be equal.")
+    if not branch.shape == residual.shape == (branch if other is None else other).shape:
+        shapes = [list(tensor.shape) for tensor in (branch, residual, other) if tensor is not None]
+        check(False, f"what is added has the shapes {shapes}; they must be equal.")
     _launch((y, total), (branch, other, residual), after or _NO_NORM, before or _NO_NORM, multiplier)
     return y, total
 

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 from . import activations, cache, norms, sampling
-from .launching import padded
+from .launching import MAX_REGISTERS, padded
 from .variant import KernelVariant
 
-_FROM_SM_89 = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx942"})
+_AMD = frozenset({"gfx942"})
+_NVIDIA = frozenset({"sm_80", "sm_89", "sm_90", "sm_100", "sm_120"})
 
 
 def all_configurations() -> list[KernelVariant]:
@@ -25,18 +26,16 @@ def all_configurations() -> list[KernelVariant]:
         *(_activation(kind, {"up_ptr"}) for kind in (1, 2, 3)),
         _activation(6, set()),
         _rope_store("32x8x128", 32, 8, 128, 0),
-        _rope_store("9x3x64", 9, 3, 64, 0),
+        *(_rope_store("9x3x64", 9, 3, 64, 0, targets=targets) for targets in (_NVIDIA, _AMD)),
         _rope_store("32x32x96", 32, 32, 96, 0),
         _rope_store("16x8x256", 16, 8, 256, 0),
         _rope_store("32x8x128-normed", 32, 8, 128, 0, norm_kind=1),
         _rope_store("32x8x128-interleaved", 32, 8, 128, 1),
         _rope_store("32x8x128-i8", 32, 8, 128, 0, "i8"),
-        _rope_store("32x8x128-fp8e4nv", 32, 8, 128, 0, "fp8e4nv"),
+        _rope_store("32x8x128-fp8e4nv", 32, 8, 128, 0, "fp8e4nv", targets=(_NVIDIA | _AMD) - {"sm_80"}),
         _copies(),
         *(_chunks(dtype, draws) for dtype in ("bf16", "fp32") for draws in (False, True)),
-        *(_draws(dtype, vocab_size, True) for dtype in ("bf16", "fp32") for vocab_size in (49152, 128256)),
-        _draws("bf16", 262144, True),
-        _draws("bf16", 128256, False),
+        *(_draws(dtype, draws) for dtype in ("bf16", "fp32") for draws in (False, True)),
     ]
 
 
@@ -98,8 +97,18 @@ def _activation(kind: int, given: Collection[str]) -> KernelVariant:
 
 
 def _rope_store(
-    name: str, query_heads: int, kv_heads: int, dim: int, pairs: int, cache_dtype: str = "", norm_kind: int = 0
+    name: str,
+    query_heads: int,
+    kv_heads: int,
+    dim: int,
+    pairs: int,
+    cache_dtype: str = "",
+    norm_kind: int = 0,
+    targets: frozenset[str] | None = None,
 ) -> KernelVariant:
+    # Larger tiles have as many warps on all.
+    heads = cache.heads_of_program(query_heads, dim)
+    warps = cache.warps_of_program(heads, dim, 64 if targets == _AMD else 32)
     types = _pointers("bf16", "output", "query", "key", "value", "query_norm", "key_norm", "cos", "sin")
     types |= _pointers(cache_dtype or "bf16", "key_cache", "value_cache") | _pointers("i64", "slot_mapping")
     types |= _pointers("fp16", "key_scale", "value_scale")
@@ -115,7 +124,7 @@ def _rope_store(
         "KEY_PAD": padded(dim),
         "VALUE_PAD": padded(dim),
         "BLOCK_SIZE": 16,
-        "HEADS": cache.heads_of_program(query_heads, dim),
+        "HEADS": heads,
         "PAIRS": pairs,
         "BEGIN": 0,
         "HALF": dim // 2,
@@ -123,12 +132,13 @@ def _rope_store(
         "NORM_KIND": norm_kind,
     }
     return _variant(
-        f"rope-store-{name}",
+        f"rope-store-{name}{f'-w{warps}' * (warps != 4)}",
         "cache_kernels:rope_store_kernel",
         types,
         constants,
         absent=absent,
-        targets=_FROM_SM_89 if cache_dtype == "fp8e4nv" else None,
+        num_warps=warps,
+        targets=targets,
     )
 
 
@@ -151,7 +161,7 @@ def _chunks(dtype: str, draws: bool) -> KernelVariant:
     )
 
 
-def _draws(dtype: str, vocab_size: int, draws: bool) -> KernelVariant:
+def _draws(dtype: str, draws: bool) -> KernelVariant:
     types = _pointers("i64", "tokens", "keys") | _pointers("fp32", "best", "maxima", "sums")
     types |= _pointers("i32", "active") | _pointers(dtype, "scores") | _pointers("fp64", "settings")
     types |= dict.fromkeys(("row_stride", "vocab_size", "num_chunks"), "i32")
@@ -159,16 +169,18 @@ def _draws(dtype: str, vocab_size: int, draws: bool) -> KernelVariant:
         "NUM_SETTINGS": sampling.NUM_SETTINGS,
         "SHIFT": {"fp32": 0, "bf16": 16, "fp16": 13}[dtype],
         "CHUNK": sampling.CHUNK,
-        "CHUNKS": padded(-(-vocab_size // sampling.CHUNK)),
+        "STRIP": sampling.STRIP,
         "TILE": sampling.TILE,
     }
     return _variant(
-        f"draw-{dtype}-{vocab_size}{'-best' * (not draws)}",
+        f"draw-{dtype}{'-best' * (not draws)}",
         "sampling_kernels:draw_kernel",
         types,
         constants,
         absent=[] if draws else ["keys_ptr", "active_ptr", "sums_ptr", "settings_ptr"],
         undivided=["num_chunks"],
         num_warps=sampling.NUM_WARPS[4 if dtype == "fp32" else 2],
+        max_registers=MAX_REGISTERS,
+        # The best token is found among maxima of chunks: one number each, and rows of them begin anywhere.
         wide_loads=draws,
     )

@@ -21,7 +21,7 @@ from ..layers import LayerArguments
 from ..metadata import PagedAttentionMetadata
 from .activations import activation, gated_activation
 from .cache import rope_store
-from .fused_weights import linear, linears
+from .fused_weights import Linears
 from .launching import check
 from .layer_cache import LayerCache
 from .norms import Norm, add_normalized, normalized
@@ -86,100 +86,108 @@ class TritonLayers:
         Raises:
             NotSupportedError: If a shape or dtype is none that the kernels take.
         """
-        angles = None if cos is None or sin is None else (cos, sin)
+        step = _Step(self._backend, None if cos is None or sin is None else (cos, sin), metadata)
         branch: _Branch | None = None
         for arguments in layers:
-            layer = _Layer(arguments, self._backend, angles, metadata)
+            layer = arguments.prepared
+            if layer is None:
+                layer = arguments.prepared = _Layer(arguments)
             if layer.shape.is_block:
-                return layer.attention(hidden) if layer.shape.has_attention else layer.mlp(hidden)
-            hidden, branch = layer.run(hidden, branch)
+                return layer.attention(hidden, step) if layer.shape.has_attention else layer.mlp(hidden)
+            hidden, branch = layer.run(hidden, branch, step)
         return hidden if branch is None else branch.added(hidden, None)[1]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Step:
+    """What layers have in common in a call."""
+
+    backend: PagedAttentionBackend
+    angles: Tables
+    metadata: PagedAttentionMetadata | None
+
+
 class _Layer:
-    """One layer's computation."""
+    """One layer's computation: made once, run in many calls."""
 
-    def __init__(
-        self,
-        arguments: LayerArguments,
-        backend: PagedAttentionBackend,
-        angles: Tables,
-        metadata: PagedAttentionMetadata | None,
-    ):
+    def __init__(self, arguments: LayerArguments):
         self.shape = arguments.shape
-        self._arguments = arguments
         self._tensors = arguments.named()
-        self._backend = backend
-        self._angles = angles
-        self._metadata = metadata
+        self._norm1, self._norm2 = self._norm("norm1"), self._norm("norm2")
+        self._post_attention_norm, self._post_mlp_norm = self._norm("post_attention_norm"), self._norm("post_mlp_norm")
+        if self.shape.has_attention:
+            assert arguments.key_cache is not None and arguments.value_cache is not None, "attention needs blocks"
+            self._cache = LayerCache(arguments.key_cache, arguments.value_cache)
+            self._settings = arguments.attention_settings()
+            self._qkv, self._o = self._linears("q", "k", "v"), self._linears("o")
+            self._head_sizes = (
+                (self.shape.num_query_heads, self.shape.key_dim),
+                (self.shape.num_kv_heads, self.shape.key_dim),
+                (self.shape.num_kv_heads, self.shape.value_dim),
+            )
+            self._qk_norms, self._rope_layout = self._make_qk_norms(), self._make_rope_layout()
+        if self.shape.has_mlp:
+            self._first = self._linears("gate", "up") if self.shape.gated else self._linears("up")
+            self._down = self._linears("down")
 
-    def run(self, residual: torch.Tensor, branch: _Branch | None) -> tuple[torch.Tensor, _Branch | None]:
+    def run(self, residual: torch.Tensor, branch: _Branch | None, step: _Step) -> tuple[torch.Tensor, _Branch | None]:
         """Returns the residual and what is yet to be added to it."""
-        shape, norm1 = self.shape, self._norm("norm1")
+        shape = self.shape
         if shape.residual_flow == SEQUENTIAL:
             if shape.has_attention:
-                states, residual = _entered(norm1, residual, branch)
-                branch = self._branch(self.attention(states), "post_attention_norm")
+                states, residual = _entered(self._norm1, residual, branch)
+                branch = self._branch(self.attention(states, step), self._post_attention_norm)
             if shape.has_mlp:
-                states, residual = _entered(self._norm("norm2"), residual, branch)
-                branch = self._branch(self.mlp(states), "post_mlp_norm")
+                states, residual = _entered(self._norm2, residual, branch)
+                branch = self._branch(self.mlp(states), self._post_mlp_norm)
             return residual, branch
-        has_norms_after = any(self._norm(name) for name in ("post_attention_norm", "post_mlp_norm"))
+        has_norms_after = self._post_attention_norm or self._post_mlp_norm
         check(not has_norms_after, "attention and MLP side by side have no norms after them.")
-        states, residual = _entered(norm1, residual, branch)
-        attended = self.attention(states)
+        states, residual = _entered(self._norm1, residual, branch)
+        attended = self.attention(states, step)
         if shape.residual_flow == PARALLEL_TWO_NORMS:
-            states = _entered(self._norm("norm2"), residual, None)[0]
+            states = _entered(self._norm2, residual, None)[0]
         return residual, _Branch(self.mlp(states), None, shape.residual_multiplier, attended)
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """Returns what the attention block makes of `[tokens, hidden_size]`."""
-        shape, tensors, metadata = self.shape, self._tensors, self._metadata
-        key_cache, value_cache = self._arguments.key_cache, self._arguments.value_cache
-        assert metadata is not None and key_cache is not None and value_cache is not None, "attention needs blocks"
+        assert step.metadata is not None, "attention needs lengths and block tables"
         query, key, value = self._project(x)
-        norms = self._qk_norms()
-        if norms is not None and shape.qk_norm_kind == FULL_WIDTH:
+        norms = self._qk_norms
+        if norms is not None and self.shape.qk_norm_kind == FULL_WIDTH:
             query, key = (
                 normalized(part.flatten(1), norm).view(part.shape)
                 for part, norm in zip((query, key), norms, strict=True)
             )
             norms = None
+        layout = self._rope_layout
         query = rope_store(
-            query, key, value, self._angles if shape.rope_layout else None, self._rope_layout(),
-            LayerCache(key_cache, value_cache), metadata.slot_mapping, norms,
-        )  # fmt: skip
-        output = self._arguments.attend(query, self._backend, metadata)
-        return linear(output.flatten(1), tensors["o_weight"], tensors["o_bias"])
+            query, key, value, step.angles if layout else None, layout, self._cache, step.metadata.slot_mapping, norms
+        )
+        output = step.backend.attend(query, self._cache.keys, self._cache.values, step.metadata, **self._settings)
+        assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
+        return self._o(output.flatten(1))[0]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what the MLP makes of `[tokens, hidden_size]`."""
         if self.shape.gated:
-            gate, up = linears(x, *self._parts("gate", "up"))
+            gate, up = self._first(x)
             states = gated_activation(gate, up, self.shape.activation)
         else:
-            states = activation(linear(x, *(part[0] for part in self._parts("up"))), self.shape.activation)
-        return linear(states, self._tensors["down_weight"], self._tensors["down_bias"])
+            states = activation(self._first(x)[0], self.shape.activation)
+        return self._down(states)[0]
 
     def _project(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys and values, each `[tokens, heads, head_dim]`, views of one tensor where they can be."""
-        shape = self.shape
-        sizes = (
-            (shape.num_query_heads, shape.key_dim),
-            (shape.num_kv_heads, shape.key_dim),
-            (shape.num_kv_heads, shape.value_dim),
-        )
-        parts = linears(x, *self._parts("q", "k", "v"))
-        return [
-            part if part.shape[1:] == size else part.flatten(1).unflatten(1, size)
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        parts = zip(self._qkv(x), self._head_sizes, strict=True)
+        return [part if part.shape[1:] == size else part.reshape(x.shape[0], *size) for part, size in parts]
 
-    def _parts(self, *names: str) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        return [self._tensors[f"{name}_weight"] for name in names], [self._tensors[f"{name}_bias"] for name in names]
+    def _linears(self, *names: str) -> Linears:
+        weights, biases = ([self._tensors[f"{name}_{kind}"] for name in names] for kind in ("weight", "bias"))
+        return Linears(weights, biases)
 
-    def _branch(self, states: torch.Tensor, norm_after: str) -> _Branch:
-        return _Branch(states, self._norm(norm_after), self.shape.residual_multiplier)
+    def _branch(self, states: torch.Tensor, norm_after: Norm | None) -> _Branch:
+        return _Branch(states, norm_after, self.shape.residual_multiplier)
 
     def _norm(self, name: str) -> Norm | None:
         weight, bias, shape = self._tensors[f"{name}_weight"], self._tensors[f"{name}_bias"], self.shape
@@ -187,7 +195,7 @@ class _Layer:
             return None
         return Norm(shape.norm_kind, weight, bias, shape.norm_eps, shape.norm_offset)
 
-    def _qk_norms(self) -> tuple[Norm, Norm] | None:
+    def _make_qk_norms(self) -> tuple[Norm, Norm] | None:
         shape = self.shape
         query, key = self._tensors["q_norm_weight"], self._tensors["k_norm_weight"]
         if not shape.qk_norm_kind or (query is None and not shape.bare_qk_norms):
@@ -195,7 +203,7 @@ class _Layer:
         rest = None, shape.qk_norm_eps, shape.qk_norm_offset
         return Norm(shape.qk_norm_type, query, *rest), Norm(shape.qk_norm_type, key, *rest)
 
-    def _rope_layout(self) -> RopeLayout | None:
+    def _make_rope_layout(self) -> RopeLayout | None:
         shape = self.shape
         if not shape.rope_layout:
             return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from .launching import DTYPES, check, check_dtype, on_device, padded
+from .launching import DTYPES, check, check_dtype, on_device, register_limit
 from .sampling_kernels import chunk_kernel, draw_kernel
 
 BEST, ANY, TRUNCATED = 0, 1, 2  # kinds of draws, as the native operator for CPUs has them
@@ -24,7 +24,8 @@ CAPABLE_DTYPES = DTYPES
 MAX_VOCAB_SIZE = 1 << 19
 CHUNK = 128
 TILE = 16  # chunks that a program reads at a time
-NUM_WARPS = {4: 8, 2: 4}  # of the draws, by the size of a score: with others registers are spilled
+STRIP = 512  # chunks whose maxima it looks at at a time
+NUM_WARPS = {4: 8, 2: 4}  # of the draws, by the size of a score
 UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a float32 that holds such a number
 
 
@@ -97,14 +98,13 @@ def _launched(
     if settings is not None:
         sums, active = torch.empty_like(maxima), torch.empty_like(maxima, dtype=torch.int32)
     sizes = scores.stride(0), vocab_size, num_chunks
-    tile = min(TILE, padded(num_chunks))
     with on_device(scores):
-        chunk_kernel[(num_rows, triton.cdiv(num_chunks, tile))](
-            maxima, sums, scores, settings, *sizes, NUM_SETTINGS=NUM_SETTINGS, CHUNK=CHUNK, TILE=tile, num_warps=4
+        chunk_kernel[(num_rows, triton.cdiv(num_chunks, TILE))](
+            maxima, sums, scores, settings, *sizes, NUM_SETTINGS=NUM_SETTINGS, CHUNK=CHUNK, TILE=TILE, num_warps=4
         )
         draw_kernel[(num_rows,)](
             tokens, best, active, maxima, sums, scores, settings, keys, *sizes, NUM_SETTINGS=NUM_SETTINGS,
-            SHIFT=UNUSED_BITS[scores.dtype], CHUNK=CHUNK, CHUNKS=padded(num_chunks), TILE=tile,
-            num_warps=NUM_WARPS[scores.element_size()],
+            SHIFT=UNUSED_BITS[scores.dtype], CHUNK=CHUNK, STRIP=STRIP, TILE=TILE,
+            num_warps=NUM_WARPS[scores.element_size()], **register_limit(scores),
         )  # fmt: skip
     return tokens, best

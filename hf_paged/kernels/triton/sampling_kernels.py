@@ -5,18 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sampling_search import (
+from .sampling_chunks import (
     NOWHERE,
+    best_score,
+    first_chunk_with,
     key_of,
     kth_largest,
     list_active,
-    nth_equal,
-    pick,
+    pick_chunk,
     score_of,
-    search,
-    weigh,
     weights_of,
+    whole_mass,
 )
+from .sampling_search import kth_score, load_chunk, nth_equal, pick, search, weigh
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite number
@@ -64,19 +65,17 @@ def _ratio(a, b):
 
 
 @triton.jit
-def _draw_any(scores_ptr, maxima, sums, best, rate, uniform, vocab_size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+def _draw_any(
+    scores_ptr, maxima_ptr, sums_ptr, best, rate, uniform, vocab_size, num_chunks, CHUNK: tl.constexpr,
+    STRIP: tl.constexpr,
+):  # fmt: skip
     """Draws from all tokens: first the chunk, then the token in it."""
-    chunks = tl.arange(0, CHUNKS)
-    masses = (sums * weights_of(maxima, best, rate)).to(tl.float64)
-    target = uniform * tl.sum(masses, 0)
-    chunk = pick(masses, target, CHUNKS)
-    mass = tl.sum(tl.where(chunks == chunk, masses, 0.0), 0)
-    rest = target - tl.sum(tl.where(chunks < chunk, masses, 0.0), 0)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    scores = tl.load(scores_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    target = uniform * whole_mass(maxima_ptr, sums_ptr, num_chunks, best, rate, STRIP)
+    chunk, before, mass = pick_chunk(maxima_ptr, sums_ptr, num_chunks, target, best, rate, STRIP)
+    scores, _ = load_chunk(scores_ptr, chunk, vocab_size, CHUNK)
     weights = weights_of(scores, best, rate).to(tl.float64)
     # The chunk's weight was summed beside its own best token before; the share of the way through it is kept.
-    return chunk * CHUNK + pick(weights, rest * _ratio(tl.sum(weights, 0), mass), CHUNK)
+    return chunk * CHUNK + pick(weights, (target - before) * _ratio(tl.sum(weights, 0), mass), CHUNK)
 
 
 @triton.jit
@@ -92,29 +91,25 @@ def _key_of_weight(weight, best, settings_ptr, slack, SHIFT: tl.constexpr):
 @triton.jit
 def _draw_truncated(  # noqa: PLR0913 - a kernel takes its tensors and constants one by one
     scores_ptr, active_ptr, maxima_ptr, sums_ptr, settings_ptr, keys_ptr, best, rate, vocab_size, num_chunks,
-    SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Draws from the tokens that top-k, then top-p, then min-p leave. Settings are loaded where they are used: there
-    are not enough registers to hold them meanwhile."""
+    """Draws from the tokens that top-k, then top-p, then min-p leave."""
     top_k = tl.load(settings_ptr + 2).to(tl.float32)
     top_p = tl.load(settings_ptr + 3).to(tl.float64)
-    low = key_of(best, SHIFT) * 0 + (LOWEST_KEY >> SHIFT)
-    chunks = tl.arange(0, CHUNKS)
-    maxima = tl.load(maxima_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    min_p = tl.load(settings_ptr + 4).to(tl.float64)
+    lowest = key_of(best, 0) * 0 + LOWEST_KEY
+    low = lowest >> SHIFT
     if top_k > 0:
-        bound = kth_largest(maxima, top_k, key_of(best, 0) * 0 + LOWEST_KEY, key_of(best, 0))
+        bound = kth_largest(maxima_ptr, num_chunks, top_k, lowest, key_of(best, 0), STRIP)
         low = tl.maximum(bound >> SHIFT, low)
-        num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), CHUNKS)
-        low = search(
-            scores_ptr, active_ptr, num_active, vocab_size, low, top_k, best, rate, True, False, SHIFT, CHUNK, TILE
-        )
-        num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), CHUNKS)  # mostly fewer
+        num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), STRIP)
+        low = kth_score(scores_ptr, active_ptr, num_active, vocab_size, low, top_k, best, SHIFT, CHUNK, TILE)
+        num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), STRIP)  # mostly fewer
         mass = weigh(scores_ptr, active_ptr, num_active, vocab_size, low, best, rate, SHIFT, CHUNK, TILE)
         limit = top_p * mass
     else:
         # Mostly few tokens hold the share p; tokens that weigh less are looked at only if they are needed.
-        sums = tl.load(sums_ptr + chunks, mask=chunks < num_chunks, other=0.0)
-        limit = tl.sum((sums * weights_of(maxima, best, rate)).to(tl.float64), 0)
+        limit = whole_mass(maxima_ptr, sums_ptr, num_chunks, best, rate, STRIP)
         share = (1.0 - top_p) * limit * NEXT_SHARE
         limit *= top_p
         least_share = share * (0.25 / vocab_size).to(tl.float64)
@@ -123,33 +118,28 @@ def _draw_truncated(  # noqa: PLR0913 - a kernel takes its tensors and constants
         is_short = True
         while is_short:
             share = tl.where(share < least_share, 0.0, share)
-            min_p = tl.load(settings_ptr + 4).to(tl.float64)
             low = _key_of_weight(tl.maximum(share, min_p), best, settings_ptr, 1e-5, SHIFT)
-            num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), CHUNKS)
+            num_active = list_active(active_ptr, maxima_ptr, num_chunks, score_of(low, SHIFT), STRIP)
             mass = weigh(scores_ptr, active_ptr, num_active, vocab_size, low, best, rate, SHIFT, CHUNK, TILE)
             is_short = (share > min_p) & (mass < limit * 1.000001)
             share *= NEXT_SHARE
     if top_p < 1:
-        low = search(
-            scores_ptr, active_ptr, num_active, vocab_size, low, limit, best, rate, False, False, SHIFT, CHUNK, TILE
+        low, mass, above = search(
+            scores_ptr, active_ptr, num_active, vocab_size, low, mass, limit, best, rate, False, SHIFT, CHUNK, TILE
         )
         # Of equal tokens at the border the first ones remain.
-        mass = weigh(scores_ptr, active_ptr, num_active, vocab_size, low, best, rate, SHIFT, CHUNK, TILE)
-        above = weigh(scores_ptr, active_ptr, num_active, vocab_size, low + 1, best, rate, SHIFT, CHUNK, TILE)
         weight = weights_of(score_of(low, SHIFT), best, rate).to(tl.float64)
         number = tl.maximum(tl.ceil(_ratio(limit - above, weight)), 0.0)
         mass = tl.minimum(mass, above + number * weight)
-    min_p = tl.load(settings_ptr + 4).to(tl.float64)
     if min_p > 0:
         bound = _key_of_weight(min_p, best, settings_ptr, 0.0, SHIFT)
         if bound > low:
             low = bound
             mass = weigh(scores_ptr, active_ptr, num_active, vocab_size, low, best, rate, SHIFT, CHUNK, TILE)
     target = _uniform(keys_ptr) * mass
-    low = search(
-        scores_ptr, active_ptr, num_active, vocab_size, low, target, best, rate, False, True, SHIFT, CHUNK, TILE
+    low, _, above = search(
+        scores_ptr, active_ptr, num_active, vocab_size, low, mass, target, best, rate, True, SHIFT, CHUNK, TILE
     )
-    above = weigh(scores_ptr, active_ptr, num_active, vocab_size, low + 1, best, rate, SHIFT, CHUNK, TILE)
     score = score_of(low, SHIFT)
     number = tl.maximum(_ratio(target - above, weights_of(score, best, rate).to(tl.float64)), 0.0).to(tl.int32)
     return nth_equal(scores_ptr, active_ptr, num_active, vocab_size, score, number, CHUNK, TILE)
@@ -158,17 +148,14 @@ def _draw_truncated(  # noqa: PLR0913 - a kernel takes its tensors and constants
 @triton.jit
 def draw_kernel(  # noqa: PLR0913 - a kernel takes its tensors and constants one by one
     tokens_ptr, best_ptr, active_ptr, maxima_ptr, sums_ptr, scores_ptr, settings_ptr, keys_ptr, row_stride, vocab_size,
-    num_chunks, NUM_SETTINGS: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    num_chunks, NUM_SETTINGS: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, STRIP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). Without settings the best token is taken."""
     row = tl.program_id(0).to(tl.int64)
     scores_ptr += row * row_stride
     maxima_ptr += row * num_chunks
-    chunks = tl.arange(0, CHUNKS)
-    maxima = tl.load(maxima_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
-    has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
-    best = tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0)
+    best, has_nan = best_score(maxima_ptr, num_chunks, STRIP)
     tl.store(best_ptr + row, tl.where(has_nan, float("nan"), best))
     kind = 0
     if settings_ptr is not None:
@@ -178,9 +165,9 @@ def draw_kernel(  # noqa: PLR0913 - a kernel takes its tensors and constants one
     if has_nan | (best == float("-inf")):
         token = 0
     elif kind == 0:
-        chunk = tl.min(tl.where(maxima == best, chunks, NOWHERE), 0)
-        columns = chunk * CHUNK + tl.arange(0, CHUNK)
-        scores = tl.load(scores_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+        scores, columns = load_chunk(
+            scores_ptr, first_chunk_with(maxima_ptr, num_chunks, best, STRIP), vocab_size, CHUNK
+        )
         token = tl.min(tl.where(scores == best, columns, NOWHERE), 0)
     elif best < float("inf"):  # noqa: SIM102 - one is known when compiling
         if settings_ptr is not None:
@@ -188,11 +175,13 @@ def draw_kernel(  # noqa: PLR0913 - a kernel takes its tensors and constants one
             sums_ptr += row * num_chunks
             keys_ptr += row * 3
             if kind == 1:
-                sums = tl.load(sums_ptr + chunks, mask=chunks < num_chunks, other=0.0)
-                token = _draw_any(scores_ptr, maxima, sums, best, rate, _uniform(keys_ptr), vocab_size, CHUNK, CHUNKS)
+                token = _draw_any(
+                    scores_ptr, maxima_ptr, sums_ptr, best, rate, _uniform(keys_ptr), vocab_size, num_chunks, CHUNK,
+                    STRIP,
+                )  # fmt: skip
             else:
                 token = _draw_truncated(
                     scores_ptr, active_ptr + row * num_chunks, maxima_ptr, sums_ptr, settings_ptr, keys_ptr, best, rate,
-                    vocab_size, num_chunks, SHIFT, CHUNK, CHUNKS, TILE,
+                    vocab_size, num_chunks, SHIFT, CHUNK, STRIP, TILE,
                 )  # fmt: skip
     tl.store(tokens_ptr + row, token)

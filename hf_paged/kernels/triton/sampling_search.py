@@ -5,8 +5,6 @@ questions are then put to these alone. Each question is one of two: how many tok
 do they weigh. The answers grow as the score falls, so that the score at which one passes a target is found by halving
 (`search`), with scores as whole numbers in the same order (`key_of`): no more steps than a score has bits.
 
-    weight of a token = 2 ** ((score - best) * rate),   rate = log2(e) / temperature
-
 Sums are taken in a fixed order, so that a row's result does not depend on what is beside it.
 """
 
@@ -15,50 +13,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOWHERE = tl.constexpr(1 << 30)  # larger than any column
+from .sampling_chunks import NOWHERE, key_of, middle_of, score_of, weights_of
 
 
 @triton.jit
-def key_of(score, SHIFT: tl.constexpr):
-    """Returns a float32 score as an integer, in the same order; scores of 16-bit dtypes leave `SHIFT` bits unused."""
-    bits = score.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
-
-
-@triton.jit
-def score_of(key, SHIFT: tl.constexpr):
-    """Returns the score of an integer."""
-    bits = (key << SHIFT) | ((key >> 31) & ((1 << SHIFT) - 1))
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weights_of(scores, best, rate):
-    """Returns the weights of tokens, float32; 1 for the best."""
-    return tl.exp2((scores - best) * rate)
-
-
-@triton.jit
-def list_active(active_ptr, maxima_ptr, num_chunks, least, CHUNKS: tl.constexpr):
-    """Writes down the chunks whose maximum is at least some score, in order; returns how many."""
-    chunks = tl.arange(0, CHUNKS)
-    is_active = tl.load(maxima_ptr + chunks, mask=chunks < num_chunks, other=float("-inf")) >= least
-    places = tl.cumsum(is_active.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # all have read the list before it is written anew, and it is written before it is read
-    tl.store(active_ptr + places, chunks, mask=is_active)
-    tl.debug_barrier()
-    return tl.sum(is_active.to(tl.int32), 0)
+def load_chunk(scores_ptr, chunk, vocab_size, CHUNK: tl.constexpr):
+    """Loads the float32 scores of one chunk, and their columns."""
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    return tl.load(scores_ptr + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32), columns
 
 
 @triton.jit
 def load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """Loads the `TILE` chunks of the list from `first` on; returns float32 scores and their columns `[TILE, CHUNK]`."""
+    """Loads the float32 scores of the `TILE` chunks of the list from `first` on, `[TILE, CHUNK]`."""
     places = first + tl.arange(0, TILE)
     is_listed = places < num_active
     chunks = tl.load(active_ptr + places, mask=is_listed, other=0)
     columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     mask = is_listed[:, None] & (columns < vocab_size)
-    return tl.load(scores_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32), columns
+    return tl.load(scores_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -70,72 +43,81 @@ def weigh(
     least = score_of(low, SHIFT)
     masses = tl.zeros([TILE], tl.float64)
     for first in range(0, num_active, TILE):
-        scores, _ = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
+        scores = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
         masses += tl.sum(tl.where(scores >= least, weights_of(scores, best, rate), 0.0), 1).to(tl.float64)
     return tl.sum(masses, 0)
 
 
 @triton.jit
-def count(
+def _count(
     scores_ptr, active_ptr, num_active, vocab_size, low, SHIFT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):
     """Returns how many active tokens there are from a key on, float32: integers would be counted through the stack."""
     least = score_of(low, SHIFT)
     counts = tl.zeros([TILE], tl.float32)
     for first in range(0, num_active, TILE):
-        scores, _ = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
+        scores = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
         counts += tl.sum(tl.where(scores >= least, 1.0, 0.0), 1)
     return tl.sum(counts, 0)
 
 
 @triton.jit
-def search(  # noqa: PLR0913 - a kernel takes its tensors and constants one by one
-    scores_ptr, active_ptr, num_active, vocab_size, low, target, best, rate, BY_COUNT: tl.constexpr,
-    STRICT: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def kth_score(
+    scores_ptr, active_ptr, num_active, vocab_size, low, k, best, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the largest key from which on tokens are at least `target` (more than it if `STRICT`); `low` if none."""
+    """Returns the largest key from which on there are at least `k` active tokens; `low` if there is none."""
     high = key_of(best, SHIFT) + 1
     while low + 1 < high:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # of both, without overflow
-        if BY_COUNT:
-            measured = count(scores_ptr, active_ptr, num_active, vocab_size, middle, SHIFT, CHUNK, TILE)
-        else:
-            measured = weigh(scores_ptr, active_ptr, num_active, vocab_size, middle, best, rate, SHIFT, CHUNK, TILE)
-        is_reached = measured > target if STRICT else measured >= target
+        middle = middle_of(low, high)
+        is_reached = _count(scores_ptr, active_ptr, num_active, vocab_size, middle, SHIFT, CHUNK, TILE) >= k
         low = tl.where(is_reached, middle, low)
         high = tl.where(is_reached, high, middle)
     return low
 
 
 @triton.jit
-def kth_largest(maxima, k, low, high):
-    """Returns the key of the k-th largest of some numbers, or `low` if there are fewer above it; exact to 2**-8 of it.
+def search(  # noqa: PLR0913 - a kernel takes its tensors and constants one by one
+    scores_ptr, active_ptr, num_active, vocab_size, low, mass, target, best, rate, STRICT: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Finds the largest key from which on tokens weigh at least `target` (more than it if `STRICT`), from a key on.
 
-    It is a bound only: the lower 16 bits of keys are not looked at.
+    `mass` is what tokens from `low` on weigh. Returns the key, `low` if there is none; what tokens from it on weigh,
+    and what those above it do.
     """
-    low = low >> 16
-    high = (high >> 16) + 1
+    high = key_of(best, SHIFT) + 1
+    above = mass * 0
     while low + 1 < high:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # of both, without overflow
-        is_reached = tl.sum((maxima >= score_of(middle << 16, 0)).to(tl.int32), 0) >= k
+        middle = middle_of(low, high)
+        measured = weigh(scores_ptr, active_ptr, num_active, vocab_size, middle, best, rate, SHIFT, CHUNK, TILE)
+        is_reached = measured > target if STRICT else measured >= target
         low = tl.where(is_reached, middle, low)
+        mass = tl.where(is_reached, measured, mass)
         high = tl.where(is_reached, high, middle)
-    return low << 16
+        above = tl.where(is_reached, above, measured)
+    return low, mass, above
 
 
 @triton.jit
 def nth_equal(scores_ptr, active_ptr, num_active, vocab_size, score, number, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """Returns the column of the token with a score that has `number` of them before it, or of the last one."""
-    found = tl.full([TILE * CHUNK], -1, tl.int32)
-    seen = 0
+    """Returns the column of the active token with a score that has `number` of them before it, or of the last one."""
+    # First the last chunk that has one with so few before it, then the token in it.
+    place = number * 0
+    before = number * 0
+    seen = number * 0
     for first in range(0, num_active, TILE):
-        scores, columns = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
-        is_equal = tl.reshape((scores == score).to(tl.int32), [TILE * CHUNK])
-        rank = seen + tl.cumsum(is_equal, 0) - 1
-        is_before = (is_equal > 0) & (rank <= number)
-        found = tl.maximum(found, tl.where(is_before, tl.reshape(columns, [TILE * CHUNK]), -1))
-        seen += tl.sum(is_equal, 0)
-    return tl.max(found, 0)
+        scores = load_active(scores_ptr, active_ptr, first, num_active, vocab_size, CHUNK, TILE)
+        counts = tl.sum(tl.where(scores == score, 1.0, 0.0), 1).to(tl.int32)
+        starts = seen + tl.cumsum(counts, 0) - counts
+        fits = (counts > 0) & (starts <= number)
+        place = tl.maximum(place, tl.max(tl.where(fits, first + tl.arange(0, TILE), 0), 0))
+        before = tl.maximum(before, tl.max(tl.where(fits, starts, 0), 0))
+        seen += tl.sum(counts, 0)
+    scores, columns = load_chunk(scores_ptr, tl.load(active_ptr + place), vocab_size, CHUNK)
+    is_equal = scores == score
+    rank = before + tl.cumsum(is_equal.to(tl.int32), 0) - 1
+    return tl.max(tl.where(is_equal & (rank <= number), columns, 0), 0)
 
 
 @triton.jit

@@ -27,6 +27,9 @@ class KernelVariant:
             Warps of a program.
         num_stages (`int`, defaults to 3):
             Depth of the pipeline that loads ahead.
+        max_registers (`int`, *optional*):
+            Registers of a thread at most, where the compiler can be told (NVIDIA's). By default it looks for a number
+            with which more programs fit, and spills what is too much for it.
         divisible (`frozenset[str]`, *optional*, defaults to none):
             Arguments that are multiples of 16: pointers (in bytes), strides. Without them no wide loads are made.
         has_dot (`bool`, defaults to `True`):
@@ -43,6 +46,7 @@ class KernelVariant:
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     divisible: frozenset[str] = frozenset()
     has_dot: bool = True
     wide_loads: bool = True

@@ -37,7 +37,6 @@ from .recipe import (
     RopeLayout,
     Rows,
     TensorSource,
-    in_float32,
 )
 from .reference import rotated
 
@@ -314,5 +313,5 @@ def _sinks(module: torch.nn.Module, sinks: torch.Tensor | None) -> dict[str, Ten
         return {}
     for name, parameter in module._parameters.items():
         if parameter is sinks and is_plain_tensor(parameter):
-            return {"sinks": TensorSource(module._parameters, name, in_float32)}
+            return {"sinks": TensorSource(module._parameters, name)}
     raise NotRecognizedError("the attention sinks are not a parameter of the attention module")

@@ -47,16 +47,6 @@ class RopeLayout(enum.IntEnum):
     INTERLEAVED_TO_HALF = 3
 
 
-def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in float32; the view of attention sinks.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Any tensor.
-    """
-    return tensor.float()
-
-
 class QKNormKind(enum.IntEnum):
     """Over what queries and keys are normalised."""
 
@@ -163,11 +153,6 @@ class LayerRecipe:
     def is_rotary(self) -> bool:
         """Returns whether it needs the angles of the positions."""
         return self.shape.rope_layout != RopeLayout.NONE
-
-    @property
-    def has_copies(self) -> bool:
-        """Returns whether a tensor is converted, so that it must be fetched again even if it lies where it did."""
-        return any(source.view is in_float32 for source in self.sources.values())
 
     def arguments(
         self, key_cache: torch.Tensor | None = None, value_cache: torch.Tensor | None = None

@@ -1,12 +1,11 @@
 """Runs whole decoder layers on Triton's kernels in the interpreter; a program, see `interpreted.py`.
 
 Prints for each case its error against the same layers in plain torch and what is allowed; for one layer and two, what
-was launched and how many bytes were moved; and what an engine answered on these operators.
+was launched and how many bytes were moved.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import math
@@ -14,17 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import interpreter as triton_interpreter
 
-from hf_paged.generation import native_layers
-from hf_paged.generation.native_operators import triton_operators
 from hf_paged.kernels import AttentionSpec, PagedAttentionMetadata, select_backend
 from hf_paged.kernels.layers import LayerArguments, LayerShape
 from hf_paged.kernels.triton.operators import TritonLayers
 from hf_paged.modeling.patterns import reference
 from tests.kernels.layer_cases import HIDDEN, INNER, PLAIN, SHAPES, in_dtype, make_tensors, with_blocks
 from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
+from tests.kernels.triton.meter import Meter
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 BLOCK_SIZE = 16
@@ -96,68 +92,6 @@ def compare(name: str, dtype: torch.dtype) -> dict[str, Any]:
 # ------------------------------------------------------------------ launches and bytes
 
 
-class Meter(TorchDispatchMode):
-    """Counts what would be launched on a GPU, and the bytes that each launch reads and writes, every place once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: collections.Counter[str] = collections.Counter()
-        self.num_bytes = 0
-        self._places: list[np.ndarray] | None = None
-
-    def __enter__(self) -> Meter:
-        executor, builder = triton_interpreter.GridExecutor, triton_interpreter.InterpreterBuilder
-        self._originals = executor.__call__, builder.create_masked_load, builder.create_masked_store
-        launch, load, store = self._originals
-        meter = self
-
-        def counted_launch(self: Any, *args: Any, **kwargs: Any) -> None:
-            meter._places = []
-            launch(self, *args, **kwargs)
-            meter.num_bytes += len(np.unique(np.concatenate(meter._places or [np.empty(0)])))
-            meter.launches[self.fn.__name__] += 1
-            meter._places = None
-
-        def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-            meter._touch(ptrs, mask)
-            return load(self, ptrs, mask, *rest)
-
-        def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            meter._touch(ptrs, mask)
-            return store(self, ptrs, value, mask, *rest)
-
-        executor.__call__, builder.create_masked_load, builder.create_masked_store = (
-            counted_launch,
-            counted_load,
-            counted_store,
-        )
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        executor, builder = triton_interpreter.GridExecutor, triton_interpreter.InterpreterBuilder
-        executor.__call__, builder.create_masked_load, builder.create_masked_store = self._originals
-
-    def _touch(self, ptrs: Any, mask: Any) -> None:
-        assert self._places is not None, "memory is touched in launches"
-        element = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
-        places, inside = np.broadcast_arrays(np.atleast_1d(ptrs.data), np.atleast_1d(mask.data))
-        self._places.append((places[inside].astype(np.int64)[:, None] + np.arange(element)).ravel())
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if self._places is None and not name.startswith(("empty", "new_empty")):
-            given = [argument for argument in args if isinstance(argument, torch.Tensor)]
-            made = list(result) if isinstance(result, (tuple, list)) else [result]
-            memory = {tensor.untyped_storage().data_ptr() for tensor in given}
-            is_view = all(tensor.untyped_storage().data_ptr() in memory for tensor in made)
-            if function._schema.is_mutable or not is_view:
-                self.launches[name] += 1
-                self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
-        return result
-
-
 def measure(num_layers: int, joined: bool, context: int) -> dict[str, Any]:
     """Four requests decode on layers whose weights outweigh their activations, as in a model."""
     torch.manual_seed(0)
@@ -189,44 +123,17 @@ def measure(num_layers: int, joined: bool, context: int) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ an engine
-
-
-def engine(family: str) -> dict[str, Any]:
-    """Greedy answers on these operators, and the model's own."""
-    from hf_paged import SamplingParams
-    from tests.paged_models import paged
-
-    original = native_layers.native_layers
-
-    def remember(model: Any, groups: Any, backend: Any, plan: Any) -> Any:
-        native_layers.native_operators = lambda: triton_operators(backend)
-        return original(model, groups, backend, plan)
-
-    from hf_paged.generation import engine as engine_module
-
-    engine_module.native_layers = remember
-    prompts, new = [[5, 17, 33, 8, 61, 90, 4, 12, 13, 77, 21], [9, 3, 120]], 3
-    model = paged(family, attn_backend="triton")
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    answers = [list(output.outputs[0].token_ids) for output in model.engine.generate(prompts, params)]
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.no_grad():
-            for _ in range(new):
-                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        expected.append(tokens[len(prompt) :])
-    return {"name": f"engine {family}", "native": model.engine.plan.native, "same": answers == expected}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.inference_mode():
         for case in CASES:
             torch.manual_seed(1)
             print(json.dumps(compare(case, torch.float32)), flush=True)
-        for case, narrow in (("llama", torch.bfloat16), ("norms before and after", torch.float16)):
+        for case, narrow in (
+            ("llama", torch.bfloat16),
+            ("norms before and after", torch.float16),
+            ("window and sinks", torch.bfloat16),
+        ):
             torch.manual_seed(1)
             print(json.dumps(compare(case, narrow)), flush=True)
         for count, is_joined, length in (
@@ -238,5 +145,3 @@ if __name__ == "__main__":
             (1, False, 90),
         ):
             print(json.dumps(measure(count, is_joined, length)), flush=True)
-    for name in ("llama", "qwen3"):
-        print(json.dumps(engine(name)), flush=True)

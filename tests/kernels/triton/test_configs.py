@@ -7,6 +7,7 @@ import pytest
 
 from hf_paged.kernels.triton import configs, shared_prefix
 from hf_paged.kernels.triton.device import architecture_of
+from hf_paged.kernels.triton.launching import MAX_REGISTERS
 
 
 @pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
@@ -19,6 +20,7 @@ def test_every_shape_of_a_model_has_a_configuration(architecture):
         for number in (config.block_m, config.tile, config.num_warps):
             assert number & (number - 1) == 0
         assert 16 <= config.tile <= 128
+        assert MAX_REGISTERS * 32 * config.num_warps <= 65536
 
 
 def test_decoding_holds_one_group_and_prefill_as_many_rows_as_there_are():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.triton.fused_weights import joined, lay_side_by_side, linears
+from hf_paged.kernels.triton.fused_weights import Linears, joined, lay_side_by_side
 from tests.families import tiny_model
 
 
@@ -49,14 +49,14 @@ def test_products_are_the_same_joined_or_not():
         ([part.clone() for part in whole.split([6, 2, 4])], bias.split([6, 2, 4])),
         (whole.split([6, 2, 4]), [part.clone() for part in bias.split([6, 2, 4])]),
     ):
-        for part, right in zip(linears(x, weights, biases), expected, strict=True):
+        for part, right in zip(Linears(weights, biases)(x), expected, strict=True):
             torch.testing.assert_close(part, right)
     right = (x @ whole.T + bias).view(4, 2, 3, 2).unbind(2)
     weights, biases = whole.view(2, 3, 2, 6).unbind(1), bias.view(2, 3, 2).unbind(1)
     for given in (weights, [weight.clone() for weight in weights]):
-        for part, other in zip(linears(x, given, biases), right, strict=True):
+        for part, other in zip(Linears(given, biases)(x), right, strict=True):
             torch.testing.assert_close(part, other)
-    unbiased = linears(x, whole.split([6, 6]), [None, None])
+    unbiased = Linears(whole.split([6, 6]), [None, None])(x)
     torch.testing.assert_close(torch.cat(list(unbiased), 1), x @ whole.T)
 
 
