@@ -179,6 +179,8 @@ def test_without_the_library_the_wheel_is_for_every_platform(tmp_path: Path, mon
 
 
 def test_the_whole_library_is_there_on_a_machine_that_can_build_it(compiler: Compiler):
+    if os.environ.get("HF_PAGED_CPU_ISA") == "torch":
+        pytest.skip("HF_PAGED_CPU_ISA=torch asks for no library")
     assert library.load(), library.status().reason
     assert library.status().path.stat().st_size > 100_000
 
