@@ -22,7 +22,7 @@ from .architectures import ARCHITECTURES
 from .checks import violations
 from .environments import FOLDER, VERSIONS, TritonInstall, TritonUnavailableError, install
 from .processes import compile_all, list_variants
-from .report import summary, table, violation_lines
+from .report import summary, table, violation_lines, write_figures
 
 # Configurations of each kernel and architecture in a sample: of those with matrix products, and of the others.
 SAMPLE = {True: 3, False: 1}
@@ -36,7 +36,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
             Instead of the command line's.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write the instruction counts as the new baseline")
+    parser.add_argument("--record", action="store_true", help="write the new baseline, and figures.md")
     parser.add_argument("--sample", action="store_true", help="some configurations of each kernel")
     parser.add_argument("--only", help="kernels and configurations whose name contains this")
     parser.add_argument("--targets", default=",".join(ARCHITECTURES), help="architectures, with commas between")
@@ -75,6 +75,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     if arguments.record:
         baseline.record(rows, keep=is_partial(arguments))
+        if not is_partial(arguments):
+            write_figures(rows)
     counts = baseline.read()
     for row in rows:
         row["violations"] = list(violations(row, baseline.recorded(counts, row)))

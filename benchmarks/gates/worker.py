@@ -19,7 +19,7 @@ from typing import Any
 from hf_paged.kernels import triton as kernels
 from hf_paged.kernels.triton.variant import KernelVariant
 
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, Architecture
 from .machine_code import read_figures
 
 _READER = Path(__file__).with_name("machine_code.py")
@@ -65,8 +65,8 @@ def compile_variant(variant: KernelVariant, target: str, cache: Path) -> dict[st
     }
     architecture = ARCHITECTURES[target]
     try:
-        source = _source(variant)
-        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+        source = source_of(variant)
+        options = compile_options(variant, architecture)
         known = cache / f"{_key(source, target, options, triton.__version__)}.json"
         if not known.exists():
             gpu = GPUTarget(architecture.backend, architecture.arch, architecture.warp_size)
@@ -81,7 +81,28 @@ def compile_variant(variant: KernelVariant, target: str, cache: Path) -> dict[st
     return {**row, "figures": figures, "occupancy": occupancy}
 
 
-def _source(variant: KernelVariant) -> Any:
+def compile_options(variant: KernelVariant, architecture: Architecture) -> dict[str, int]:
+    """Returns the words for Triton's compiler.
+
+    Args:
+        variant (`KernelVariant`):
+            The kernel in one of its uses.
+        architecture (`Architecture`):
+            What it is compiled for.
+    """
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers is not None and architecture.backend == "cuda":
+        options["maxnreg"] = variant.max_registers
+    return options
+
+
+def source_of(variant: KernelVariant) -> Any:
+    """Returns what Triton compiles.
+
+    Args:
+        variant (`KernelVariant`):
+            The kernel in one of its uses.
+    """
     from triton.compiler import ASTSource
 
     module, _, name = variant.kernel.partition(":")
@@ -93,7 +114,8 @@ def _source(variant: KernelVariant) -> Any:
         fn=function,
         signature={name: variant.signature.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in variant.constexprs.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
+        # In an order that is the same in every process: the key of what is known depends on it.
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name in variant.divisible},
     )
 
 

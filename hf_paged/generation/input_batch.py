@@ -26,10 +26,16 @@ class InputBatch:
             Tokens per block.
         num_groups (`int`):
             Layer groups.
+        alike_keys (`int`, *optional*):
+            Decoding requests that begin with the same so many keys, in whole blocks, stand side by side; by default all
+            stand by context.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int):
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, alike_keys: int | None = None
+    ):
         self.block_size = block_size
+        self._alike_keys = alike_keys
         max_blocks = -(-max_model_len // block_size)
         # Rows are touched only as far as their requests reach, so untouched pages cost no memory.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int64)
@@ -107,7 +113,7 @@ class InputBatch:
         """
         shares = output.scheduled
         # Decoding requests first, by context: a backend that computes similar lengths together finds them in a row.
-        order = sorted(range(len(shares)), key=lambda i: _place(shares[i]))
+        order = sorted(range(len(shares)), key=lambda i: self._place_of(shares[i]))
         placed = [shares[i] for i in order]
         facts = [(self._rows[s.request_id], s.num_computed_tokens, s.num_scheduled_tokens) for s in placed]
         rows, computed, lengths = np.array(list(zip(*facts, strict=True)), dtype=np.int64)
@@ -145,6 +151,16 @@ class InputBatch:
                 if share.is_special
             },
         )
+
+    def _place_of(self, share: ScheduledRequest) -> tuple[bool, int, int]:
+        """What the requests of a call are sorted by."""
+        if share.num_scheduled_tokens != 1:
+            return True, 0, 0
+        computed, keys = share.num_computed_tokens, self._alike_keys
+        block = 0
+        if keys is not None and computed >= keys:  # two chains of blocks that share this one share all before it
+            block = int(self.block_tables[0][self._rows[share.request_id], keys // self.block_size - 1])
+        return False, block, computed
 
     def build_tile(self, share: ScheduledRequest, start: int, count: int) -> HostInputs:
         """Builds the inputs of a call for some tokens of one request, in a row that is always `TILE` tokens wide.
@@ -219,8 +235,3 @@ class InputBatch:
                 prompt_rows[shares[i].request_id] = (count, count + len(indices[-1]))
                 count += len(indices[-1])
         return np.concatenate(indices), prompt_rows
-
-
-def _place(share: ScheduledRequest) -> tuple[bool, int]:
-    decodes = share.num_scheduled_tokens == 1
-    return not decodes, share.num_computed_tokens if decodes else 0

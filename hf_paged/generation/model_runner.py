@@ -114,7 +114,7 @@ class ModelRunner:
             for i, layer in enumerate(group.layers)
         ]
         self.cache = StepCache(backend, sorted(layers, key=lambda layer: layer.layer_idx))
-        self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups))
+        self.batch = InputBatch(max_num_seqs, max_model_len, block_size, len(groups), backend.alike_keys)
         self.staging = Staging(groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")

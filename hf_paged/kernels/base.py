@@ -127,7 +127,8 @@ class PagedAttentionBackend(abc.ABC):
     A backend sets, next to `name` and `capabilities`, its `priority` (where several fit, the highest is taken) and
     `automatic_devices` (device types on which it is taken without being asked for by name; `None` means all it
     runs on). It is `graph_safe` if its decoding launches depend on shapes and on the longest context on the host, and
-    read all else on the device: request rows of length 0 and slots below 0 are passed over.
+    read all else on the device: request rows of length 0 and slots below 0 are passed over. One that reads the common
+    beginning of neighbouring requests once says by `alike_keys` (a multiple of the block size) how long it must be.
 
     Args:
         spec (`AttentionSpec`):
@@ -139,6 +140,7 @@ class PagedAttentionBackend(abc.ABC):
     priority: int = 0
     automatic_devices: frozenset[str] | None = None
     graph_safe: bool = False
+    alike_keys: int | None = None
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec

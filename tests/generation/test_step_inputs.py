@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_paged.generation.input_batch import TILE
+from hf_paged.generation.input_batch import TILE, InputBatch
 from hf_paged.generation.staging import Staging
 from hf_paged.generation.step import ScheduledRequest, SchedulerOutput
 from hf_paged.generation.step_inputs import HostInputs
@@ -161,3 +161,18 @@ def test_a_blank_call_is_all_padding():
     host = requests.batch.build(output).padded(4, 3)
     shapes = [[(array.shape, array.dtype) for array in inputs.arrays()] for inputs in (blank, host)]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("alike_keys", [None, 32])
+def test_decoding_requests_stand_by_context_or_beside_those_that_begin_alike(alike_keys):
+    batch = InputBatch(8, 96, 16, 1, alike_keys)
+    contexts = {"a": 40, "b": 41, "c": 42, "d": 43, "short": 20}  # a and c begin alike, and so do b and d
+    first = {"a": (5, 6), "b": (1, 2), "c": (5, 6), "d": (1, 2), "short": (3, 4)}
+    shares = [
+        ScheduledRequest(name, context, 1, (1,) * (context + 1), ((*first[name], 7),), is_new=True, sample_ids=(name,))
+        for name, context in reversed(contexts.items())
+    ]
+    output = SchedulerOutput(0, tuple(shares))
+    batch.apply(output)
+    lengths = [contexts[name] + 1 for name in (["short", "b", "d", "a", "c"] if alike_keys else ["short", *"abcd"])]
+    assert batch.build(output).seq_lens.tolist() == lengths

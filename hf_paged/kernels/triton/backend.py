@@ -8,6 +8,7 @@ import torch
 from ..base import BACKENDS, Capabilities, PagedAttentionBackend
 from ..metadata import PagedAttentionMetadata
 from . import device
+from .configs import MIN_KEYS_PER_SPLIT
 from .layer_cache import LayerCache
 from .shared_prefix import PREPARED, keys_saved, prepared_prefixes
 
@@ -24,6 +25,7 @@ class TritonBackend(PagedAttentionBackend):
     priority = 30
     automatic_devices = frozenset({"cuda"})
     graph_safe = True
+    alike_keys = MIN_KEYS_PER_SPLIT
     capabilities = Capabilities(
         device_types=frozenset({"cuda", "cpu"}) if device.interpreted() else frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
