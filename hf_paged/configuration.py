@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import ConfigurationError, NotSupportedError
 
+_SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "batch_invariant", "compile_parts")
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedConfig:
@@ -55,6 +57,10 @@ class PagedConfig:
             Put a step together while the device is still busy with the one before, so that it never waits for the
             CPU. Same results. By default on CUDA devices only. Steps with requests that need to see each token first
             (processors, criteria, penalties, log-probabilities, hidden states, beams) wait for it nevertheless.
+        compile_parts (`bool`, defaults to `False`):
+            Compile what layers do beside attention, and no native operator does (norms, MLPs, experts), with
+            `torch.compile`, in engine steps only. Results differ by rounding. The first steps take as long as that
+            takes, seconds to minutes; what cannot be compiled runs as it is, with one warning.
 
     Raises:
         ConfigurationError: If a value is impossible whatever the model.
@@ -78,6 +84,7 @@ class PagedConfig:
     cuda_graph_sizes: tuple[int, ...] | None = None
     batch_invariant: bool = False
     async_scheduling: bool | None = None
+    compile_parts: bool = False
 
     def __post_init__(self):
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -91,9 +98,7 @@ class PagedConfig:
         gib = self.cpu_kv_cache_gib
         if gib is not None and (isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < math.inf):
             raise ConfigurationError(f"`cpu_kv_cache_gib` must be a positive number of GiB, got {gib!r}.")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        self._check_switches()
         if not isinstance(self.async_scheduling, bool | None):
             raise ConfigurationError(
                 f"`async_scheduling` must be True, False, or None for what suits the device, got "
@@ -107,6 +112,15 @@ class PagedConfig:
         if self.kv_cache_dtype != "auto":
             raise NotSupportedError(
                 f"`kv_cache_dtype` {self.kv_cache_dtype!r} is not built yet; 'auto' keeps K/V in the model's dtype."
+            )
+
+    def _check_switches(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        if self.compile_parts and self.enforce_eager:
+            raise ConfigurationError(
+                "`compile_parts=True` and `enforce_eager=True` contradict each other: set one of them to False."
             )
 
     def to_dict(self) -> dict[str, Any]:

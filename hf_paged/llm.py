@@ -8,6 +8,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from .auto import AutoPagedModelForCausalLM, check_dtype, refuse_reserved
 from .configuration import PagedConfig
 from .errors import InvalidEmbedsError, InvalidRequestError, NotSupportedError, UnsupportedModelError
@@ -76,6 +78,7 @@ class LLM:
     ):
         config = _paged_config(paged_config, kwargs)
         take_vllm_names(kwargs)
+        _take_device(kwargs, isinstance(model, (str, os.PathLike)))
         refuse_misspelled(kwargs, LLM.__init__)
         check_dtype(dtype)
         if quantization is not None:
@@ -390,3 +393,16 @@ def _load_tokenizer(tokenizer: Any, load: dict[str, Any]) -> Any:
 
     names = ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file", "subfolder", "local_files_only")
     return AutoTokenizer.from_pretrained(tokenizer, **{name: load[name] for name in names if name in load})
+
+
+def _take_device(kwargs: dict[str, Any], is_loaded: bool) -> None:
+    """Makes Transformers' `device_map` of vLLM's `device`; by default a model is loaded onto a GPU if there is one."""
+    device = kwargs.pop("device", None)
+    if not is_loaded:
+        if device not in (None, "auto"):
+            raise NotSupportedError(f"`device` {device!r} is for models that are loaded; move this one with `.to()`.")
+        return
+    if device in (None, "auto"):
+        device = "cuda" if torch.cuda.is_available() else None
+    if device is not None and str(device) != "cpu":
+        kwargs.setdefault("device_map", device)

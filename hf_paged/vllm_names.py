@@ -18,6 +18,7 @@ _UNBUILT = {
     "compilation_config": "a compilation configuration",
     "cpu_offload_gb": "weights offloaded to the CPU",
     "data_parallel_size": "data parallelism",
+    "cudagraph_capture_sizes": "a list of graph sizes by that name (`cuda_graph_sizes` here)",
     "enable_lora": "an adapter per request",
     "hf_overrides": "overrides of the model's configuration",
     "kv_transfer_config": "K/V transfer between engines",
@@ -32,11 +33,11 @@ _UNBUILT = {
 _OFF: tuple = (None, False, 0, 1, "auto", "generate", {})  # True equals 1, so it is looked at apart
 # Name -> the values with which it asks for nothing that the engine does not do anyway; None stands for any.
 _HARMLESS: dict[str, tuple | None] = {
-    "device": ("auto", "cpu", "cuda"),
     "disable_async_output_proc": None,
     "disable_custom_all_reduce": None,
     "disable_log_stats": None,
     "distributed_executor_backend": None,
+    "enable_sleep_mode": None,
     "download_dir": (None,),
     "load_format": ("auto", "safetensors"),
     "max_seq_len_to_capture": None,

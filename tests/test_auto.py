@@ -385,6 +385,13 @@ def test_unknown_backend_or_policy_leaves_the_model_alone():
         assert type(model) is LlamaForCausalLM and model.config._attn_implementation == "sdpa"
 
 
+def test_a_backend_that_was_asked_for_by_name_and_cannot_run_is_an_error():
+    model = tiny_model("llama")
+    with pytest.raises(hf_paged.UnsupportedAttentionError, match="'triton' cannot serve this model"):
+        AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(attn_backend="triton"))
+    assert type(model) is LlamaForCausalLM and model.config._attn_implementation == "sdpa"
+
+
 def test_class_is_not_to_be_made_by_hand():
     with pytest.raises(OSError, match="from_pretrained"):
         AutoPagedModelForCausalLM()

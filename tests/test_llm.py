@@ -317,6 +317,36 @@ def test_settings_of_vllm_that_change_nothing_are_accepted(model):
     LLM(model, tokenizer=TOKENIZER, disable_log_stats=True, swap_space=4, tokenizer_mode="auto", enable_lora=False)
 
 
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "device_map"),
+    [
+        ({}, False, None),
+        ({}, True, "cuda"),
+        ({"device": "auto"}, True, "cuda"),
+        ({"device": "cpu"}, True, None),
+        ({"device": "cuda:1"}, False, "cuda:1"),
+        ({"device_map": "cpu"}, True, "cpu"),
+    ],
+)
+def test_a_model_is_loaded_onto_the_device_that_vllm_would_take(device, has_gpu, device_map, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load(*args, **kwargs):
+        raise Loaded(kwargs.get("device_map"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(AutoPagedModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(Loaded) as loaded:
+        LLM("org/model", **device)
+    assert loaded.value.args == (device_map,)
+
+
+def test_a_model_that_is_there_stays_on_its_device(model):
+    with pytest.raises(NotSupportedError, match="`device` 'cuda'.*to"):
+        LLM(model, tokenizer=TOKENIZER, device="cuda")
+
+
 def test_a_misspelled_setting_names_the_right_one(model):
     with pytest.raises(ConfigurationError, match="did you mean `gpu_memory_utilization`"):
         LLM(model, tokenizer=TOKENIZER, gpu_memory_utilisation=0.5)

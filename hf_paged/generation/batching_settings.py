@@ -124,12 +124,17 @@ class BatchingSettings:
         if not self.engine_fields:
             return own
         wanted = self._changes(own.plan)
+        if wanted.get("enforce_eager") and not own.plan.cuda_graph_sizes:
+            del wanted["enforce_eager"]
         if all(getattr(own.plan, name, None) == value for name, value in wanted.items()):
             return own
         key = (*sorted(self.engine_fields.items(), key=str), own.config, model.dtype, model.device)
         with _lock:
             kept = _engines.get(model)
             if kept is None or kept[0] != key or kept[1].is_closed:
+                if torch.device(own.plan.device).type != "cpu":  # where a pool takes all that there is
+                    with contextlib.suppress(EngineError):  # it is in use
+                        own.release()
                 kept = _engines[model] = (key, _make_engine(model, own.config, wanted))
             return kept[1]
 

@@ -80,7 +80,7 @@ FIELDS: Mapping[str, Coverage] = {
     # Lengths, ends and answers.
     **_plain(_REQUESTS, "max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id"),
     **_plain(_REQUESTS, "num_return_sequences", "return_dict_in_generate"),
-    **_plain("the engine compiles nothing, as asked", "disable_compile"),
+    **_plain("the engine compiles nothing by itself, as asked", "disable_compile"),
     **_over_engine("max_time", "stop_strings", "token_healing", "prefill_chunk_size"),
     **_over_engine("output_scores", "output_logits"),
     "output_attentions": Coverage(Way.ENGINE, _RECORDED),

@@ -43,6 +43,7 @@ from .admission import (
 )
 from .answer import RequestState
 from .async_steps import AsyncStepLoop
+from .compiling.compiled_parts import compiled_parts
 from .graphs.settings import graph_settings, with_graphs
 from .live_requests import Arrival, LiveRequests, ids_of
 from .memory_probe import step_needs
@@ -116,6 +117,11 @@ class Engine(StepDriver):
         self._native = native_layers(model, self._groups, self.backend, self.plan)
         if self._native is not None:
             self.plan = dataclasses.replace(self.plan, native=self._native.inspection.describe())
+        self._compiled = compiled_parts(
+            model, self._groups, self.backend, self.plan, self.config, self._native, self._note
+        )
+        if self._compiled is not None:
+            self.plan = dataclasses.replace(self.plan, compiled=self._compiled.describe())
         self.plan = with_graphs(self.plan, self.config, self.backend)
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
         self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
@@ -561,16 +567,21 @@ class Engine(StepDriver):
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             tiled=plan.call_layout == "tiles",
-            native=self._native,
-            graphs=graph_settings(plan, self._groups, self.backend, functools.partial(_take_note, weakref.ref(self))),
+            forwards=self._compiled or self._native,
+            graphs=graph_settings(plan, self._groups, self.backend, self._note),
         )
         runner.capture_graphs()
         return runner
 
+    @property
+    def _note(self) -> Callable[[str], None]:
+        return functools.partial(_take_note, weakref.ref(self))
+
     def _forget_model(self) -> None:
         self._loop.forget_model()
-        if self._native is not None:
-            self._native.clear()
+        for forwards in (self._compiled, self._native):
+            if forwards is not None:
+                forwards.clear()
 
 
 def _take_note(engine: weakref.ref[Engine], note: str) -> None:

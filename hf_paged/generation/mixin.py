@@ -370,6 +370,9 @@ def page_model(model: Any, config: PagedConfig) -> None:
             assert isinstance(model, PagedGenerationMixin), "the class was set above"
             model.engine  # noqa: B018 - a model that the engine cannot run is found out here, not at the first request
         except (UnsupportedModelError, UnsupportedAttentionError) as error:
+            if isinstance(error, UnsupportedAttentionError) and config.attn_backend is not None:
+                model.unpaged()
+                raise  # a backend was asked for by name
             refusal = model._paged_refusal = str(error)
             model.set_attn_implementation(before)
         except BaseException:

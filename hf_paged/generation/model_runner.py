@@ -31,7 +31,7 @@ from .step_inputs import HostInputs, ModelInputs
 
 if TYPE_CHECKING:
     from .graphs.settings import GraphSettings
-    from .native_layers import NativeLayers
+    from .step_forwards import StepForwards
 
 # Of what travels with a step's inputs; with the number of a layer group behind it.
 _CLEARED, _COPIED = "cleared", "copied"
@@ -84,8 +84,8 @@ class ModelRunner:
             Tokens of a request at most.
         tiled (`bool`, defaults to `False`):
             Compute every request in calls of its own, of one width, so that its logits do not depend on others.
-        native (`NativeLayers`, *optional*):
-            The layers that are computed natively.
+        forwards (`StepForwards`, *optional*):
+            What modules do in steps instead of their own forwards.
         graphs (`GraphSettings`, *optional*):
             Which decoding steps are captured as graphs, by `capture_graphs` or later.
     """
@@ -101,7 +101,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         tiled: bool = False,
-        native: NativeLayers | None = None,
+        forwards: StepForwards | None = None,
         graphs: GraphSettings | None = None,
     ):
         # Weak: the engine is kept alive by its model, which would never be freed if it were kept alive in turn.
@@ -118,10 +118,10 @@ class ModelRunner:
         self.staging = Staging(groups[0].device)
         self._cache_argument = compat.cache_argument(model)
         self._selects_logits = compat.accepts(model, "logits_to_keep")
-        self._native = None if native is None else native.bind(self.cache)
+        self._forwards = None if forwards is None else forwards.bind(self.cache)
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
-            self.graphs = DecodeGraphs(graphs, self.staging, functools.partial(GraphWatch, native=self._native))
+            self.graphs = DecodeGraphs(graphs, self.staging, functools.partial(GraphWatch, forwards=self._forwards))
         # Experts multiply the tokens of a call that chose them, so that their products depend on which those are.
         self._tile_tokens = 1 if tiled and has_experts(model) else TILE
 
@@ -263,8 +263,8 @@ class ModelRunner:
             tokens = {"inputs_embeds": self._embed(inputs, embeds)}
         if recorder.wants_hidden_states:
             keep["output_hidden_states"] = True
-        is_native = self._native is not None and not recorder.wants_hidden_states and not self.cache.attention_ranges
-        with self._native.step() if is_native else contextlib.nullcontext():  # type: ignore[union-attr]
+        is_as_it_is = self._forwards is None or recorder.wants_hidden_states or self.cache.attention_ranges
+        with contextlib.nullcontext() if is_as_it_is else self._forwards.step():  # type: ignore[union-attr]
             result = self.model(
                 **tokens,
                 position_ids=inputs.position_ids,

@@ -14,13 +14,13 @@ import collections
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..kernels.base import PagedAttentionBackend
-from ..modeling.layer_groups import LayerGroup, num_embeddings
+from ..modeling.layer_groups import LayerGroup
 from ..modeling.patterns import reference
 from ..modeling.patterns.attention import AttentionBlock, find_angles, find_attention
 from ..modeling.patterns.decoder_layer import find_decoder_layer, find_mlp_block
@@ -28,7 +28,6 @@ from ..modeling.patterns.norm import could_be_norm, find_norm
 from ..modeling.patterns.observation import (
     AttentionCall,
     Call,
-    Observer,
     close,
     first_tensor,
     relative_error,
@@ -43,11 +42,10 @@ from ..modeling.patterns.plain import (
     is_plain_linear,
 )
 from ..modeling.patterns.recipe import LayerRecipe, TensorSource
-from .model_runner import ModelRunner
 from .native_calls import NativeCalls
 from .native_operators import DecoderLayers, Operators
 from .native_units import Argument, Inspection, Unit, run_small
-from .step import ScheduledRequest, SchedulerOutput
+from .watched_step import WatchedStep
 
 logger = logging.getLogger(__name__)
 
@@ -56,83 +54,6 @@ _LARGE_RESIDUAL = 1e4  # float16 holds six times as much
 _NO_SETTINGS = frozenset({"layer_idx", *vars(torch.nn.Module())})
 _TOLERANCE_OF_ALL = {torch.float32: 1e-3}  # of the logits, as at load: a router may choose another expert
 _TOLERANCE_OF_ALL_HALF = 0.2
-
-
-class _Watched:
-    """The watched step: what the model was called with, and what happened."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        groups: tuple[LayerGroup, ...],
-        backend: PagedAttentionBackend,
-        block_size: int,
-        max_position: int,
-    ):
-        lengths, vocab = {"a": block_size + 3, "b": 6, "c": 3}, num_embeddings(model)
-        tokens = {name: tuple((7 * i + 3 * n + 1) % vocab for i in range(n)) for name, n in lengths.items()}
-        blocks, start = {}, 0
-        for name, length in lengths.items():
-            count = -(-length // block_size)
-            blocks[name] = tuple(tuple(range(start, start + count)) for _ in groups)
-            start += count
-        self.runner = ModelRunner(
-            model,
-            groups,
-            backend,
-            num_blocks=start,
-            block_size=block_size,
-            max_num_seqs=len(lengths),
-            max_model_len=2 * block_size + 3,
-        )
-        self.model = model
-        first = tuple(
-            ScheduledRequest(name, 0, count, tokens[name], blocks[name], is_new=True)
-            for name, count in (("a", block_size + 2), ("b", 2))
-        )
-        self.runner.launch(SchedulerOutput(0, first))
-        second = (
-            ScheduledRequest("a", block_size + 2, 1, sample_ids=("a",)),
-            ScheduledRequest("b", 2, 4, sample_ids=("b",)),
-            ScheduledRequest("c", 0, 3, tokens["c"], blocks["c"], is_new=True, sample_ids=("c",)),
-        )
-        self.inputs = self.runner.inputs_of(SchedulerOutput(1, second))
-        self.inputs.position_ids[0, -3:] += max(max_position - 3, 0)
-        self.observer = Observer()
-        self.logits = torch.empty(0)
-
-    def run(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Watches the step."""
-        cache = self.runner.cache
-        cache.observer = self.observer.attended
-        try:
-            with self.observer.watching(modules):
-                self.logits = self.call()
-        finally:
-            cache.observer = None
-
-    def call(self) -> torch.Tensor:
-        """Runs the step once more, or for the first time; returns its logits."""
-        return self.runner.call(self.inputs)
-
-    def amplified(self, call: Call, factor: float) -> tuple[torch.Tensor, AttentionCall | None] | None:
-        """Calls a module again on a larger input; what is clamped there shows."""
-        hidden = call.input
-        assert hidden is not None, "an observed block has an input"
-
-        def larger(value: Any) -> Any:
-            return value * factor if value is hidden else value
-
-        args, kwargs = tuple(map(larger, call.args)), {name: larger(value) for name, value in call.kwargs.items()}
-        cache, seen = self.runner.cache, Observer()
-        cache.begin(self.inputs.metadata)
-        cache.observer = seen.attended
-        try:
-            output = first_tensor(call.module(*args, **kwargs))
-        finally:
-            cache.observer = None
-            cache.abandon()
-        return None if output is None else (output, seen.attentions[0] if seen.attentions else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,13 +90,13 @@ def inspect(
         operators (`Operators`):
             What proved layers will be run on.
     """
-    return _Inspector(_Watched(model, groups, backend, block_size, max_position), operators).inspect()
+    return _Inspector(WatchedStep(model, groups, backend, block_size, max_position), operators).inspect()
 
 
 class _Inspector:
     """One inspection."""
 
-    def __init__(self, watched: _Watched, operators: Operators):
+    def __init__(self, watched: WatchedStep, operators: Operators):
         self._watched = watched
         self._operators = operators
         self._reasons: collections.Counter[str] = collections.Counter()

@@ -74,6 +74,8 @@ class EnginePlan:
             Whether weights and K/V are on 2 MiB pages.
         native (`str`, defaults to `"off"`):
             What of the model native operators compute.
+        compiled (`str`, defaults to `"off"`):
+            Which modules are compiled.
         cuda_graphs (`str`, defaults to `"off"`):
             Which decoding steps are captured as CUDA graphs, or why none is.
         cuda_graph_sizes (`tuple[int, ...]`):
@@ -105,6 +107,7 @@ class EnginePlan:
     async_scheduling: bool
     huge_pages: bool
     native: str = "off"
+    compiled: str = "off"
     cuda_graphs: str = "off"
     cuda_graph_sizes: tuple[int, ...] = ()
     memory: budget.MemoryPlan | None = None
@@ -136,6 +139,7 @@ class EnginePlan:
             "attention": self.attn_backend
             + "".join(f"; not {name} ({why})" for name, why in self.rejected_backends.items()),
             "native": self.native,
+            "compiled": self.compiled,
             "CUDA graphs": self.cuda_graphs,
             "pool": f"{self.num_blocks} blocks of {self.block_size} tokens ({self.pool_tokens} tokens, "
             f"{self.pool_bytes / _GIB:.2f} GiB{', huge pages' if self.huge_pages else ''})",
@@ -244,11 +248,11 @@ def make_plan(
         reason = f"the token budget is {tokens}" if tokens < num_blocks else f"the pool has {num_blocks} blocks"
         notes.append(f"max_num_seqs is {min(tokens, num_blocks)} instead of {max_num_seqs}: {reason}")
         max_num_seqs = min(tokens, num_blocks)
+    if config.compile_parts and config.batch_invariant:
+        notes.append("compile_parts is off: code that is compiled for one token and for several may round differently")
     async_scheduling = runs_ahead(config, device, notes)
     for note in notes:
-        # What a user asked for and does not get is worth a warning; a default that adapts is not.
-        asked = getattr(config, note.split(" ", 1)[0], None) is not None
-        logger.log(logging.WARNING if asked else logging.INFO, "%s", note)
+        log_note(note, config)
     return EnginePlan(
         model=type(model).__name__,
         device=str(device),
@@ -273,6 +277,19 @@ def make_plan(
         memory=memory_plan,
         notes=tuple(notes),
     )
+
+
+def log_note(note: str, config: PagedConfig) -> None:
+    """Tells of a limit that became what fits: what a user asked for and does not get is worth a warning.
+
+    Args:
+        note (`str`):
+            Begins with the name of a setting.
+        config (`PagedConfig`):
+            What the user asked for.
+    """
+    asked = getattr(config, note.split(" ", 1)[0], None) is not None  # a default that adapts is not
+    logger.log(logging.WARNING if asked else logging.INFO, "%s", note)
 
 
 def runs_ahead(config: PagedConfig, device: torch.device, notes: list[str]) -> bool:

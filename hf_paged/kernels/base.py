@@ -64,6 +64,9 @@ class Capabilities:
             Largest Dk or Dv.
         separate_value_dim (`bool`, defaults to `True`):
             Whether Dv may differ from Dk.
+        max_group_bytes (`int`, *optional*):
+            Largest size of the queries of one token that read one K/V head, both their number and the head's size
+            rounded up to powers of two.
     """
 
     device_types: frozenset[str]
@@ -72,6 +75,7 @@ class Capabilities:
     block_sizes: frozenset[int] | None = None
     max_head_dim: int | None = None
     separate_value_dim: bool = True
+    max_group_bytes: int | None = None
 
     def missing(self, spec: AttentionSpec) -> str | None:
         """Returns why a backend with these capabilities cannot serve a model, or `None` if it can.
@@ -92,6 +96,12 @@ class Capabilities:
             return f"takes heads of up to {self.max_head_dim}, not {max(spec.key_dim, spec.value_dim)}"
         if spec.key_dim != spec.value_dim and not self.separate_value_dim:
             return "needs equal key and value head sizes"
+        group = -(-spec.num_query_heads // spec.num_kv_heads)
+        size = spec.dtype.itemsize
+        for number in (group, max(spec.key_dim, spec.value_dim)):
+            size <<= (number - 1).bit_length()
+        if self.max_group_bytes is not None and size > self.max_group_bytes:
+            return f"has no room for {group} query heads to a K/V head of {spec.key_dim} in {spec.dtype}"
         return None
 
 

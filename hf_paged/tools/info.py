@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from ..auto import AutoPagedModelForCausalLM
 from ..generation.coverage import Way, coverage
 from ..kernels.base import BACKENDS
 from ..kernels.cpu import library, threads
 from ..kernels.selection import describe_backends
+from .bench.engine_run import load_paged_model
 from .bench.machine import Bandwidth, MachineInfo, machine_info, measure_bandwidth
 
 PACKAGES = ("hf-paged", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "triton", "gguf")
@@ -40,7 +40,7 @@ def collect_info(model: str | None = None, dtype: str = "auto") -> dict[str, Any
     }
     if model is None:
         return found | {"backends": {name: backend.unavailable_reason() or "" for name, backend in BACKENDS.items()}}
-    engine = AutoPagedModelForCausalLM.from_pretrained(model, dtype=dtype).engine
+    engine = load_paged_model(model, dtype).engine
     try:
         backends = {found.name: found.reason for found in describe_backends(engine.backend.spec)}
         return found | {"backends": backends, "plan": engine.plan.to_dict(), "plan_text": engine.plan.describe()}

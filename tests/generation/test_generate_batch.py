@@ -547,3 +547,10 @@ def test_prompts_as_keywords_are_refused(model, name):
 def test_counts_below_one_are_refused(model, name, value):
     with pytest.raises(InvalidRequestError, match=f"`{name}` must be a whole number"):
         run(model, PROMPTS[:1], max_new_tokens=2, **{name: value})
+
+
+def test_to_want_no_graphs_asks_for_no_other_engine_where_there_are_none():
+    model = paged()
+    model.engine.plan = dataclasses.replace(model.engine.plan, device="cuda:0")
+    settings = BatchingSettings.of(ContinuousBatchingConfig(use_cuda_graph=False))
+    assert settings.engine(model) is model.engine

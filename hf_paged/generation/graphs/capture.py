@@ -155,6 +155,11 @@ class NothingFromHost(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns `True`: Dynamo compiles under this mode, which then sees what compiled code does."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = list(_tensors_in((*args, *kwargs.values())))

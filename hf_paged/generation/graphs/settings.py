@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...configuration import PagedConfig
 from ...kernels.base import PagedAttentionBackend
 from ...modeling.layer_groups import LayerGroup
-from ..plan import EnginePlan
+from ..plan import EnginePlan, log_note
 from ..step_inputs import HostInputs
 from .capture import CudaGraphs, GraphMaker
 from .sizes import ShapeTable, batch_sizes, table_widths
@@ -82,21 +83,27 @@ def with_graphs(plan: EnginePlan, config: PagedConfig, backend: PagedAttentionBa
         backend (`PagedAttentionBackend`):
             The attention backend.
     """
-    notes = list(plan.notes)
+    notes: list[str] = []
     obstacle = obstacle_to_graphs(config, backend)
     if obstacle is not None:
         if config.cuda_graph_sizes:
             notes.append(f"cuda_graph_sizes has no effect: {obstacle}")
-        return dataclasses.replace(plan, cuda_graphs=f"off: {obstacle}", notes=tuple(notes))
+        return _noted(plan, notes, config, cuda_graphs=f"off: {obstacle}")
     sizes = batch_sizes(plan.max_num_seqs, config.cuda_graph_sizes)
     if config.cuda_graph_sizes and len(sizes) < len(set(config.cuda_graph_sizes)):
-        notes.append(f"cuda_graph_sizes is {sizes}: max_num_seqs is {plan.max_num_seqs}")
+        notes.append(f"cuda_graph_sizes is {sizes}: at most {plan.max_num_seqs} (max_num_seqs) requests run")
     widths = table_widths(plan.max_model_len, plan.block_size)
     text = "off: no size is left"
     if sizes:
         contexts = ", ".join(str(min(width * plan.block_size, plan.max_model_len)) for width in widths)
         text = f"{len(sizes)} sizes up to {sizes[-1]} requests, for contexts of up to {contexts} tokens"
-    return dataclasses.replace(plan, cuda_graphs=text, cuda_graph_sizes=sizes, notes=tuple(notes))
+    return _noted(plan, notes, config, cuda_graphs=text, cuda_graph_sizes=sizes)
+
+
+def _noted(plan: EnginePlan, notes: list[str], config: PagedConfig, **changes: Any) -> EnginePlan:
+    for note in notes:
+        log_note(note, config)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes), **changes)
 
 
 def graph_settings(

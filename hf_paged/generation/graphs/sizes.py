@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 SMALLEST_CONTEXT = 512
 CONTEXT_FACTOR = 4
-# From a size on, sizes lie so far apart: at most a quarter of a padded step is padding.
+# From a size on, sizes lie so far apart; below the first, by factors of two.
 _DISTANCES = ((8, 8), (64, 16), (128, 32))
 
 

@@ -11,7 +11,7 @@ from ...modeling.patterns.plain import obstacle
 from ..native_watch import ObstacleWatch, StructureWatch
 
 if TYPE_CHECKING:
-    from ..native_layers import BoundLayers
+    from ..step_forwards import BoundForwards
 
 _dtype = operator.attrgetter("dtype")
 
@@ -20,19 +20,19 @@ class GraphWatch:
     """What a model consists of at one moment, for graphs that read its weights where they lie.
 
     Writes to weights are no change: a replay reads them. Weights that lie elsewhere are one, and so are other modules,
-    settings, adapters, and another choice of layers that are computed natively.
+    settings, adapters, and another choice of modules that are computed natively or compiled.
 
     Args:
         model (`PreTrainedModel`):
             The model. Its modules are kept alive, it is not.
-        native (`BoundLayers`, *optional*):
-            What of it is computed natively.
+        forwards (`BoundForwards`, *optional*):
+            What its modules do in steps instead of their own forwards.
     """
 
-    def __init__(self, model: Any, native: BoundLayers | None):
-        self._native = native
-        self._state = native.state() if native is not None else None
-        self._structure = StructureWatch(model) if native is None else None  # native layers have one of their own
+    def __init__(self, model: Any, forwards: BoundForwards | None):
+        self._forwards = forwards
+        self._state = forwards.state() if forwards is not None else None
+        self._structure = StructureWatch(model) if forwards is None else None  # else their state tells
         self._obstacles = ObstacleWatch(model)
         self._places = [
             (tensors, name)
@@ -54,8 +54,8 @@ class GraphWatch:
 
     def is_same(self) -> bool:
         """Returns whether a step would run the same kernels on the same memory."""
-        if self._native is not None:
-            if self._native.state() != self._state:
+        if self._forwards is not None:
+            if self._forwards.state() != self._state:
                 return False
         elif self._structure is not None and not self._structure.is_same():
             return False

@@ -8,7 +8,7 @@ import math
 import torch
 
 from ..metadata import PagedAttentionMetadata
-from .configs import LaunchConfig, launch_config, padded, split_count
+from .configs import BLOCK_SIZES, MAX_HEAD_DIM, LaunchConfig, launch_config, padded, split_count
 from .device import device_traits
 from .launching import NEEDS_SM_89, check, check_dtype, on_device, register_limit
 from .layer_cache import LayerCache
@@ -236,8 +236,22 @@ def _share(requests: _Requests, shared: SharedPrefixes) -> tuple[_Requests, _Req
     return runs, dataclasses.replace(requests, starts=shared.starts, longest_context=shared.longest_rest)
 
 
+def _check_shapes(query: torch.Tensor, cache: LayerCache) -> None:
+    keys, values = cache.keys, cache.values
+    check(query.dim() == 3, f"`query` is {list(query.shape)}; it must be [tokens, heads, head_dim].")
+    for name, tensor in (("keys", keys), ("values", values)):
+        fits = tensor.dim() == 4 and tensor.is_contiguous() and tensor.shape[:3] == keys.shape[:3]
+        check(fits, f"`{name}` is {list(tensor.shape)}; it must be contiguous [blocks, heads, block_size, head_dim].")
+        check(tensor.shape[3] <= MAX_HEAD_DIM, f"heads of {tensor.shape[3]} are larger than {MAX_HEAD_DIM}.")
+    num_kv_heads, block_size = keys.shape[1:3]
+    check(block_size in BLOCK_SIZES, f"blocks of {block_size} tokens are none of {sorted(BLOCK_SIZES)}.")
+    fits = query.shape[2] == keys.shape[3] and query.shape[1] % num_kv_heads == 0
+    check(fits, f"`query` is {list(query.shape)}, which does not go with `keys` {list(keys.shape)}.")
+
+
 def _check(query: torch.Tensor, cache: LayerCache) -> None:
     check_dtype("query", query)
+    _check_shapes(query, cache)
     quantized = (torch.int8, torch.float8_e4m3fn)
     for name, tensor in (("keys", cache.keys), ("values", cache.values)):
         check_dtype(name, tensor, quantized if cache.is_quantized else (query.dtype,))

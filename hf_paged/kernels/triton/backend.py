@@ -8,7 +8,7 @@ import torch
 from ..base import BACKENDS, Capabilities, PagedAttentionBackend
 from ..metadata import PagedAttentionMetadata
 from . import device
-from .configs import MIN_KEYS_PER_SPLIT
+from .configs import BLOCK_SIZES, MAX_GROUP_BYTES, MAX_HEAD_DIM, MIN_KEYS_PER_SPLIT
 from .layer_cache import LayerCache
 from .shared_prefix import PREPARED, keys_saved, prepared_prefixes
 
@@ -30,8 +30,9 @@ class TritonBackend(PagedAttentionBackend):
         device_types=frozenset({"cuda", "cpu"}) if device.interpreted() else frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         features=frozenset({"window", "softcap", "sinks", "alibi", "lse"}),
-        block_sizes=frozenset({16, 32, 64, 128}),
-        max_head_dim=256,
+        block_sizes=BLOCK_SIZES,
+        max_head_dim=MAX_HEAD_DIM,
+        max_group_bytes=MAX_GROUP_BYTES,
     )
 
     @classmethod

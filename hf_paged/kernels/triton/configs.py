@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from . import launching
 from .variant import KernelVariant
 
+# What the attention kernel can: tokens in a block, and heads up to a size.
+BLOCK_SIZES = frozenset({16, 32, 64, 128})
+MAX_HEAD_DIM = 256
+MAX_GROUP_BYTES = 32 << 10  # of queries, which a program keeps with its tiles of keys and values
 # Splitting further costs more in merging than it gains in reading (sgl-project/sglang#35801).
 MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 64

@@ -30,7 +30,7 @@ class DeviceTraits:
 
 def interpreted() -> bool:
     """Returns whether Triton's interpreter runs the kernels, on a CPU, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -66,6 +66,10 @@ def unavailable_reason() -> str | None:
     if not interpreted():
         if not torch.cuda.is_available():
             return "needs a GPU, and torch sees none"
+        if torch.version.hip is not None:
+            name = torch.cuda.get_device_properties().gcnArchName.split(":")[0]
+            if not name.startswith("gfx9"):
+                return f"needs an AMD GPU of the gfx9 kind, not {name}"
         capability = torch.cuda.get_device_capability()
         if torch.version.hip is None and capability < MIN_CAPABILITY:
             return f"needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or more, not {_dotted(capability)}"

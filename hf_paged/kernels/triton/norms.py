@@ -107,6 +107,7 @@ def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     Raises:
         NotSupportedError: If a dtype, the size or the norm is not taken.
     """
+    check(norm.kind in (1, 2), f"`norm` is of kind {norm.kind}; 1 is an RMS norm, 2 a layer norm.")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch((y, None), (x, None, None), norm, _NO_NORM)
     return y

@@ -62,13 +62,13 @@ class EngineRun:
     stats: EngineStats
 
 
-def load_paged_model(name: str, dtype: torch.dtype, config: PagedConfig | None = None) -> Any:
+def load_paged_model(name: str, dtype: torch.dtype | str, config: PagedConfig | None = None) -> Any:
     """Returns a model with a paged engine, on an accelerator if there is one.
 
     Args:
         name (`str`):
             Path or hub id.
-        dtype (`torch.dtype`):
+        dtype (`torch.dtype` or `str`):
             Dtype of the weights.
         config (`PagedConfig`, *optional*):
             Settings of the engine.

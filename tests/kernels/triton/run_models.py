@@ -143,8 +143,8 @@ def weights_of_the_moment(model: Any) -> list[dict[str, Any]]:
     for change in (write, replace_memory, replace_object):
         change(model.model.layers[1])
         logits = runner.call(inputs)
-        native, runner._native = runner._native, None
-        expected, runner._native = runner.call(inputs), native
+        native, runner._forwards = runner._forwards, None
+        expected, runner._forwards = runner.call(inputs), native
         results.append(
             {
                 "name": f"weights: {change.__name__}",

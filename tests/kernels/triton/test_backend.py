@@ -54,6 +54,7 @@ def test_an_old_gpu_or_an_old_triton_is_refused_with_its_version(gpu):
         ({"block_size": 8}, r"block size of \[16, 32, 64, 128\], not 8"),
         ({"key_dim": 320}, "heads of up to 256, not 320"),
         ({"dtype": torch.float64}, "no torch.float64"),
+        ({"num_query_heads": 71, "num_kv_heads": 1, "key_dim": 256}, "no room for 71 query heads to a K/V head of 256"),
         ({"features": frozenset({"batch_invariant"})}, "no batch_invariant"),
         ({"device_type": "xpu"}, "not on xpu"),
     ],

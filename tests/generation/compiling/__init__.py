@@ -1,0 +1,1 @@
+"""Tests of `hf_paged.generation.compiling`."""
