@@ -32,7 +32,7 @@ def run_part(name: str, run: Run, tell: Callable[[dict[str, Any]], None]) -> boo
         tell (`Callable[[dict[str, Any]], None]`):
             Told what it does.
     """
-    begin = time.monotonic()
+    begin, compiled = time.monotonic(), num_compiled()
     rows = run.rows.setdefault(name, [])
     try:
         for row in importlib.import_module(f"benchmarks.gpu.parts.{name}").run(run):
@@ -43,8 +43,15 @@ def run_part(name: str, run: Run, tell: Callable[[dict[str, Any]], None]) -> boo
         where = traceback.extract_tb(error.__traceback__)[-1]
         tell({"part": name, "error": f"{words[-600:]} ({Path(where.filename).name}:{where.lineno})"})
         traceback.print_exc()
-    tell({"part": name, "ended": True, "seconds": time.monotonic() - begin})
+    seconds = time.monotonic() - begin
+    tell({"part": name, "ended": True, "seconds": seconds, "compiled": num_compiled() - compiled})
     return device_works(run)
+
+
+def num_compiled() -> int:
+    """Returns how many kernels Triton keeps compiled: what a part adds to them, it had to wait for."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
 def device_works(run: Run) -> bool:

@@ -19,6 +19,7 @@ from .settings import PLOT_SECONDS, Part, Settings
 ROOT = Path(__file__).parents[2]
 # A part that did not look at its deadline is ended this long after it.
 GRACE_SECONDS = 8.0
+SECONDS_BETWEEN_WRITES = 2.0
 CHILD = ("-m", "benchmarks.gpu.child")
 
 
@@ -38,6 +39,7 @@ class Conductor:
 
     def __init__(self, settings: Settings, path: Path, seconds: float, log: Callable[[str], None]):
         self.settings, self.path, self.log = settings, path, log
+        self._written = 0.0
         self._end = time.monotonic() + seconds - PLOT_SECONDS
         self.results: dict[str, Any] = {"settings": json.loads(settings.to_json()), "parts": {}}
 
@@ -63,6 +65,12 @@ class Conductor:
         temporary = self.path.with_name(self.path.name + ".writing")
         temporary.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.path)
+        self._written = time.monotonic()
+
+    def _write_now_and_then(self) -> None:
+        """Writes within a part: whoever ends the run from outside still finds what was known."""
+        if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
+            self.write()
 
     def _left(self) -> float:
         return max(0.0, self._end - time.monotonic())
@@ -132,12 +140,14 @@ class Conductor:
             self.log(f"{told['part']} ...")
         elif "row" in told:
             part["rows"].append(told["row"])
+            self._write_now_and_then()
             if words := told["row"].get("says"):
                 self.log(f"    {words}")
         elif "error" in told:
             self._fail(told["part"], told["error"])
         else:
-            part["seconds"] = told["seconds"]
+            part |= {"seconds": told["seconds"], "compiled": told.get("compiled")}
+            self.log(f"    {told['part']} took {told['seconds']:.1f} s; kernels compiled meanwhile: {part['compiled']}")
             self.write()
         return "ended" in told
 

@@ -16,7 +16,7 @@ if not __package__:  # run as a file: the packages beside it are found all the s
     sys.path[0] = str(ROOT)
 
 from benchmarks.gpu.conductor import Conductor  # noqa: E402
-from benchmarks.gpu.settings import DRY_PATIENCE, PARTS, TOTAL_SECONDS, Part, Settings  # noqa: E402
+from benchmarks.gpu.settings import DRY_PATIENCE, PARTS, PLOT_SECONDS, TOTAL_SECONDS, Part, Settings  # noqa: E402
 from benchmarks.gpu.targets import Rows, Target, all_targets, correctness_targets  # noqa: E402
 
 GIVEN_MODEL = Part("given_model", 45)
@@ -34,7 +34,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, to see that everything runs")
     parser.add_argument("--model", help="a Transformers folder whose parity and speed are measured as well")
     parser.add_argument("--parts", default=",".join(names), help=f"with commas between; available: {', '.join(names)}")
-    parser.add_argument("--seconds", type=float, help=f"of the whole run; by default {TOTAL_SECONDS:g}")
+    parser.add_argument(
+        "--seconds", type=float, help=f"of the whole run, shared out among its parts; by default {TOTAL_SECONDS:g}"
+    )
     parser.add_argument("--results", type=Path, help="folder; by default build/bench-gpu")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
@@ -43,6 +45,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; available: {', '.join(names)}")
     if arguments.results is None:
         arguments.results = ROOT / "build" / ("bench-gpu-dry-run" if arguments.dry_run else "bench-gpu")
+    arguments.stretches = arguments.seconds is not None
     if arguments.seconds is None:
         arguments.seconds = TOTAL_SECONDS * (DRY_PATIENCE if arguments.dry_run else 1)
     return arguments
@@ -69,6 +72,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parts = [part for part in PARTS if part.name in wanted] + ([GIVEN_MODEL] if arguments.model else [])
     if arguments.dry_run:
         parts = [Part(part.name, part.seconds * DRY_PATIENCE) for part in parts]
+    if arguments.stretches:
+        parts = stretched(parts, arguments.seconds)
     device = "cpu" if arguments.dry_run else "cuda"
     settings = Settings(device, arguments.dry_run, arguments.model, arguments.seed)
     path = arguments.results / "bench_gpu.json"
@@ -87,6 +92,19 @@ def main(words: Sequence[str] | None = None) -> int:
         print(target.describe())
     print(f"written: {path} ({time.monotonic() - began:.0f} s)")
     return exit_code(results["parts"], targets)
+
+
+def stretched(parts: Sequence[Part], seconds: float) -> list[Part]:
+    """Returns parts with what they have more, in proportion, where that is more than all need.
+
+    Args:
+        parts (`Sequence[Part]`):
+            The parts.
+        seconds (`float`):
+            Of the whole run.
+    """
+    scale = max(1.0, (seconds - PLOT_SECONDS) / sum(part.seconds for part in parts))
+    return [Part(part.name, part.seconds * scale) for part in parts]
 
 
 def gpu_obstacle() -> str | None:

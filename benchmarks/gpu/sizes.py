@@ -80,8 +80,12 @@ class Sizes:
             Longest answer of a load.
         max_prompt (`int`):
             Longest prompt of a load.
-        step_requests (`tuple[int, ...]`):
-            Requests that decode together while a step is timed.
+        memory_model (`ModelSize`):
+            Whose memory is held against the plan, and which sleeps.
+        steps (`tuple[tuple[int, int], ...]`):
+            Requests that decode together while a step is timed, and the tokens of their prompts.
+        cascade (`tuple[int, int]`):
+            Requests that have a prefix in common, and its tokens.
         step_tokens (`int`):
             Tokens that each of them decodes.
         case_stride (`int`):
@@ -104,7 +108,9 @@ class Sizes:
     loads: tuple[int, ...]
     max_output: int
     max_prompt: int
-    step_requests: tuple[int, ...]
+    memory_model: ModelSize
+    steps: tuple[tuple[int, int], ...]
+    cascade: tuple[int, int]
     step_tokens: int
     case_stride: int
     min_seconds: float
@@ -149,7 +155,9 @@ FULL = Sizes(
     loads=(1, 8, 64, 256),
     max_output=256,
     max_prompt=256,
-    step_requests=(1, 8, 64),
+    memory_model=ModelSize("8B of 8 layers", 8, 4096, 14336, 32, 8, 128256),
+    steps=((1, 32), (8, 32), (64, 32), (64, 1024)),
+    cascade=(64, 2048),
     step_tokens=64,
     case_stride=1,
     min_seconds=0.25,
@@ -169,7 +177,9 @@ DRY = Sizes(
     loads=(1, 3),
     max_output=8,
     max_prompt=24,
-    step_requests=(1, 2),
+    memory_model=ModelSize("tiny", 2, 64, 96, 4, 2, 199),
+    steps=((1, 8), (2, 8)),
+    cascade=(4, 64),
     step_tokens=4,
     case_stride=30,
     min_seconds=0.0,

@@ -70,6 +70,23 @@ def measure(calls: Sequence[Callable[[], Any]], device: str, seconds: float = 0.
     return _summary(_samples([graph.replay], _event_sample, seconds), len(calls), "graph")
 
 
+def measure_launches(call: Callable[[], Any], device: str, seconds: float = 0.15) -> Timing:
+    """Times a call that is no more than a launch, such as a graph's, one after the other.
+
+    Args:
+        call (`Callable[[], Any]`):
+            The call.
+        device (`str`):
+            `"cuda"` or `"cpu"`.
+        seconds (`float`, defaults to 0.15):
+            How long to go on.
+    """
+    synchronize(device)
+    if device == "cpu":
+        return _summary(_samples([call], _wall_sample, seconds), 1, "cpu")
+    return _summary(_samples([call], _event_sample, seconds), 1, "launches")
+
+
 def _summary(samples: list[float], count: int, how: str) -> Timing:
     return Timing(statistics.median(samples) / count, min(samples) / count, how)
 

@@ -16,9 +16,11 @@ from benchmarks.gpu import conductor, run
 from benchmarks.gpu.busy import MARGIN, share_of
 from benchmarks.gpu.conductor import Conductor, fit
 from benchmarks.gpu.hardware import Copies
+from benchmarks.gpu.parts import essentials
 from benchmarks.gpu.problems import PagedProblem, Problem
 from benchmarks.gpu.rivals import flex_attention, sdpa
-from benchmarks.gpu.settings import PARTS, PLOT_SECONDS, TOTAL_SECONDS, Part, Settings
+from benchmarks.gpu.settings import PARTS, PLOT_SECONDS, TOTAL_SECONDS, Deadline, Part, Run, Settings
+from benchmarks.gpu.shared_prompt import WAYS
 from benchmarks.gpu.targets import all_targets
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,32 @@ def test_a_run_ends_in_time(conduct):
     assert fit([3, 1], 2) == [1.5, 0.5] and fit([3, 1], 9) == [3, 1]
 
 
+def test_rows_of_a_part_that_is_cut_off_are_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(conductor, "SECONDS_BETWEEN_WRITES", 0.0)
+    path = tmp_path / "results.json"
+    boss = Conductor(Settings("cpu", True), path, 9.0, lambda line: None)
+    boss._take({"part": "a", "row": {"figure": 1}})
+    assert json.loads(path.read_text())["parts"]["a"]["rows"] == [{"figure": 1}]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("import time; time.sleep(60)", "was ended after"),
+        ("import os; os.abort()", "ended with status -6"),
+        ('print(\'{"case": "one", "passed": false, "why": "wrong"}\')', "wrong"),
+    ],
+)
+def test_a_check_that_hangs_or_crashes_costs_itself(tmp_path, monkeypatch, script, why):
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{script}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(essentials.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(essentials, "CHECKS", {"one": None})
+    found, total = essentials.run(Run(Settings("cpu", True), Deadline(essentials.MARGIN_SECONDS + 1.5), {}))
+    assert found["case"] == "one" and not found["passed"] and why in found["why"]
+    assert total["failed_checks"] == 1
+
+
 def test_the_busy_share_is_that_of_the_union():
     assert share_of([]) is None
     assert share_of([(0, 50), (10, 100)]) == 1.0
@@ -150,11 +178,16 @@ def test_targets_are_unproven_until_measured_and_take_the_worst():
             prefill | {"system": "hf_paged", "seconds": 1.0},
         ],
         "large_model": [
+            {"mode": "graphs", "over_floor": 1.1, "busy_share": 0.98},
+            {"mode": "graphs", "over_floor": 1.2},
+            {"mode": "eager", "over_floor": 5.0, "busy_share": 0.2},
             {"system": "hf_paged", "requests": 256, "output_tokens_per_s": 100.0},
             {"system": "hf_paged", "requests": 64, "output_tokens_per_s": 10.0},
             {"system": "generate_batch", "requests": 256, "output_tokens_per_s": 20.0},
             {"system": "generate, one by one", "requests": 256, "output_tokens_per_s": 2.0},
         ],
+        "memory": [{"first_step_share": -0.5}, {"memory_share": -0.03}, {"sleep_failures": 0}],
+        "essentials": [{"passed": True}, {"failed_checks": 0}],
         "parity": [{"worst_regret": 1.0, "passed": False}],
     }
     found = {target.what: target for target in all_targets(rows)}
@@ -164,7 +197,20 @@ def test_targets_are_unproven_until_measured_and_take_the_worst():
     assert found["8B: tokens/s against generate_batch"].figure == 5.0
     assert found["8B: tokens/s against generate, one by one"].figure == 50.0
     assert found["parity failures"].is_met is False
+    assert found["essential checks that fail"].is_met and found["sleeps that fail"].is_met
+    memory = found["memory used beside the plan, share of all"]
+    assert memory.figure == 0.03 and memory.is_met is False, "less than was promised is missed, too"
+    assert found["8B: decode step over what memory allows"].figure == 1.2, (
+        "an engine without graphs is beside the point"
+    )
+    assert found["8B: share of time in which the GPU is busy"].figure == 0.98
     assert run.exit_code({"a": {"error": None}}, list(found.values())) == 1
+
+
+def test_parts_have_more_time_where_more_was_given():
+    few = [Part("a", 10), Part("b", 30)]
+    assert run.stretched(few, 86.0) == [Part("a", 20), Part("b", 60)]
+    assert run.stretched(few, 30.0) == few, "less is shared out as it is spent"
 
 
 def test_without_a_gpu_the_reason_is_given(capsys, monkeypatch):
@@ -184,4 +230,11 @@ def test_a_dry_run_executes_every_part(tmp_path):
     assert all(part["rows"] for part in results["parts"].values())
     unavailable = [row for part in results["parts"].values() for row in part["rows"] if "unavailable" in row]
     assert {row["system"] for row in unavailable} <= {"flash_attention"}, unavailable
+    rows = {name: part["rows"] for name, part in results["parts"].items()}
+    steps = [row for row in rows["large_model"] if "step_seconds" in row]
+    assert {row["mode"]: row["replays"] > 0 for row in steps} == {"graphs": True, "eager": False}
+    (start,) = [row for row in rows["large_model"] if "start_seconds" in row]
+    assert start["graphs"] == start["wanted_graphs"] > 0 and start["capture_seconds"] > 0
+    assert [row["way"] for row in rows["large_model"] if "way" in row] == list(WAYS)
+    assert all(row["passed"] for row in rows["essentials"] if "case" in row)
     assert results["targets"] and (tmp_path / "attention.png").exists()

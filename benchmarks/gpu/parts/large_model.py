@@ -20,4 +20,4 @@ def run(run: Run) -> Iterator[dict[str, Any]]:
     """
     sizes = sizes_for(run.dry_run)
     model = random_model(sizes.large_model, run.device, sizes.dtype, run.settings.seed)
-    yield from measure_model(model, sizes.large_model.name, run)
+    yield from measure_model(model, sizes.large_model.name, run, shares_prompts=True)
