@@ -100,7 +100,8 @@ class AsyncStepLoop(StepLoop):
         if not self._flights:
             return False
         self._read()
-        self._let_go()
+        with self._bookkeeping():
+            self._let_go()
         return True
 
     def _drain(self) -> bool:

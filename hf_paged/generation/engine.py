@@ -394,6 +394,7 @@ class Engine(StepDriver):
             `bool`: Whether there was anything to do.
         """
         self._check_usable()
+        self._turns.check_outside(Engine.step.__code__, self)
         self.sessions.await_choices(self._turns.lock, self.live.counters)
         if self._groups[0].device.type == "cpu":
             pin_threads_if_requested()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -97,6 +98,24 @@ class Turns:
             "This was called from within a step of the engine (a callback, or a hook of the model) or a pause, whose "
             "end it would have to wait for. Do it afterwards, or in another thread."
         )
+
+    def check_outside(self, code: types.CodeType, owner: object) -> None:
+        """Refuses a call from within itself, which shows in the stack.
+
+        Args:
+            code (`types.CodeType`):
+                Of the method that called this.
+            owner (`object`):
+                Its `self`.
+
+        Raises:
+            EngineError: If the method is under way already, in this thread.
+        """
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals.get("self") is owner:
+                raise self._own_work_error()
+            frame = frame.f_back  # type: ignore[assignment]
 
     def _is_working_here(self) -> bool:
         """Returns whether the calling thread is the one that works, and forgets a turn that Ctrl-C kept from its end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -17,6 +18,7 @@ from hf_paged import (
     SamplingParams,
     StepFailedError,
 )
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.admission import make_group
 from hf_paged.generation.answer import RequestState
 from hf_paged.generation.live_requests import LiveRequests
@@ -128,6 +130,33 @@ def interrupted_once(monkeypatch, owner, name: str, times: int = 1, after: bool 
     return calls
 
 
+@pytest.mark.parametrize("at", range(1, 5))
+def test_interrupt_while_blocks_are_freed_at_the_end_of_an_asynchronous_run(at, monkeypatch):
+    """The step that was launched ahead of a stop is forgotten, and so are its blocks."""
+    config = PagedConfig(async_scheduling=True, num_blocks=20)
+    model = AutoPagedModelForCausalLM.from_model(tiny_model("llama"), paged_config=config)
+    engine = model.engine
+    (answer,) = engine.generate([PROMPT], PARAMS)
+    tokens = answer.outputs[0].token_ids
+    stopping = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[tokens[3]])
+    free, calls = BlockManager.free, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return free(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockManager, "free", interrupted)
+    for _ in range(4):
+        with contextlib.suppress(KeyboardInterrupt, EngineError):
+            engine.generate([PROMPT], stopping)
+    assert len(calls) >= at
+    monkeypatch.undo()
+    assert engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == tokens
+    assert_idle(engine)
+
+
 def test_a_second_interrupt_while_the_callers_are_told_of_the_first(model):
     """The pool is a new one by then: what was cached in the old one must not be found."""
     engine = model.engine
@@ -231,7 +260,7 @@ def test_token_ids_may_be_numbers_of_any_library(model):
             model.engine.generate([prompt], PARAMS)
 
 
-@pytest.mark.parametrize("name", ["generate", "release", "sleep"])
+@pytest.mark.parametrize("name", ["generate", "release", "sleep", "step"])
 def test_calling_back_into_the_engine_from_a_step_raises_instead_of_hanging(model, name):
     engine, errors = model.engine, []
 
