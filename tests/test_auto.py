@@ -387,7 +387,8 @@ def test_unknown_backend_or_policy_leaves_the_model_alone():
 
 def test_a_backend_that_was_asked_for_by_name_and_cannot_run_is_an_error():
     model = tiny_model("llama")
-    with pytest.raises(hf_paged.UnsupportedAttentionError, match="'triton' cannot serve this model"):
+    errors = hf_paged.UnsupportedAttentionError, hf_paged.UnknownNameError  # the latter where it is not installed
+    with pytest.raises(errors, match="'triton' cannot serve this model|triton package is not installed"):
         AutoPagedModelForCausalLM.from_model(model, paged_config=PagedConfig(attn_backend="triton"))
     assert type(model) is LlamaForCausalLM and model.config._attn_implementation == "sdpa"
 
