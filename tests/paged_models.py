@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ def paged_engine(family: str = "llama", **config: Any) -> Any:
     model = paged(family, **config)
     model.engine.kept_model = model
     return model.engine
+
+
+def answers_without_cache(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Greedy tokens by plain forwards over everything so far, one prompt at a time."""
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(count):
+                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
 
 
 def spend_time_in_torch(model: Any) -> None:

@@ -10,7 +10,7 @@ from hf_paged.tools.bench.engine_run import forced, run_workload
 from hf_paged.tools.bench.workloads import Workload
 
 from .busy import busy_share, prepare_profiler
-from .engines import graphs_of, paged, read_bytes, time_of_replay, timed_captures
+from .engines import graphs_of, num_replays, paged, read_bytes, time_of_replay, timed_captures
 from .models import random_load, random_prompts
 from .settings import Run
 from .shared_prompt import shared_prompt_rows
@@ -103,17 +103,6 @@ def start_row(ours: Any, name: str, seconds: float, captures: list[float]) -> di
         )
     told += "".join(f"; {note}" for note in plan.notes)
     return row | {"says": f"{name}: starts in {seconds:.1f} s; native: {plan.native}; {told}"}
-
-
-def num_replays(ours: Any) -> int:
-    """Returns how many steps have been replayed.
-
-    Args:
-        ours (`PagedGenerationMixin`):
-            The model.
-    """
-    graphs = graphs_of(ours.engine)
-    return 0 if graphs is None else graphs.num_replays
 
 
 def step_row(ours: Any, name: str, run: Run, step: tuple[int, int], tokens: int) -> dict[str, Any]:

@@ -144,3 +144,14 @@ def read_bytes(model: Any) -> int:
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return weight_bytes(model) - (0 if embedding is head else embedding.nbytes)
+
+
+def num_replays(ours: Any) -> int:
+    """Returns how many steps have been replayed.
+
+    Args:
+        ours (`PagedGenerationMixin`):
+            The model.
+    """
+    graphs = graphs_of(ours.engine)
+    return 0 if graphs is None else graphs.num_replays

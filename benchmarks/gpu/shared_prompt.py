@@ -10,7 +10,7 @@ from unittest import mock
 from hf_paged.tools.bench.engine_run import forced, run_workload
 from hf_paged.tools.bench.workloads import Workload
 
-from .engines import graphs_of
+from .engines import num_replays
 from .models import random_prompts
 from .settings import Run
 from .sizes import Sizes
@@ -52,10 +52,9 @@ def shared_prompt_rows(ours: Any, name: str, run: Run, sizes: Sizes) -> Iterator
             if not looks:
                 patches.enter_context(mock.patch(_PREPARED, return_value=None))
             ours.engine.generate(prompts, [forced(2)] * count)
-            graphs = graphs_of(ours.engine)
-            before = 0 if graphs is None else graphs.num_replays
+            before = num_replays(ours)
             done, _ = run_workload(ours, load)
-            replays = 0 if graphs is None else graphs.num_replays - before
+            replays = num_replays(ours) - before
         milliseconds = (done.seconds_per_token or 0) * 1e3
         yield {
             "model": name,

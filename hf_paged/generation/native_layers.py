@@ -116,7 +116,7 @@ class NativeLayers:
         logger.info("Computed natively (%s): %s.", self.operators.name, inspection.describe())
         for reason, count in inspection.reasons.items():
             logger.info("Not computed natively: %d x %s.", count, reason)
-        holders = holders_of(inspection.units, model)
+        holders = holders_of((unit.module for unit in inspection.units), model)
         return _Found(inspection, structure, obstacles, TensorWatch(inspection.units), holders, blocked)
 
     def _lay_out(self, model: torch.nn.Module, inspection: Inspection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -183,16 +183,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return has_own_forward(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def holders_of(units: Sequence[Unit], model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the modules whose forwards call those of the units, without the model, which nothing here keeps alive.
+def holders_of(read: Iterable[torch.nn.Module], model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the modules whose forwards call some others, without the model, which nothing here keeps alive.
 
     Args:
-        units (`Sequence[Unit]`):
-            Recognised modules.
+        read (`Iterable[torch.nn.Module]`):
+            Modules, with all in them, that are read instead of called.
         model (`torch.nn.Module`):
             The model that they are in.
     """
-    native = {id(unit.module) for unit in units}
-    inner = {id(module) for unit in units for module in unit.module.modules()}
-    outer = [module for module in model.modules() if module is not model and id(module) not in inner]
-    return [module for module in outer if not native.isdisjoint(map(id, module.modules()))]
+    roots = {id(module): module for module in read}
+    inside = {id(module) for root in roots.values() for module in root.modules()}
+    outside = [module for module in model.modules() if module is not model and id(module) not in inside]
+    return [module for module in outside if not roots.keys().isdisjoint(map(id, module.modules()))]

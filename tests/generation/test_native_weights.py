@@ -24,7 +24,7 @@ from hf_paged.generation import native_layers, native_weights
 from hf_paged.generation.native_operators import REFERENCE
 from hf_paged.kernels.triton.fused_weights import joined
 from tests.families import tiny_model
-from tests.paged_models import paged
+from tests.paged_models import answers_without_cache, paged
 
 PROMPTS = [[5, 17, 33, 8, 61, 90, 4, 12, 13, 77, 21], [9, 3, 120]]
 NEW = 3
@@ -44,14 +44,7 @@ def answers(model) -> list[list[int]]:
 
 
 def plain_answers(model) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        with torch.no_grad():
-            for _ in range(NEW):
-                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
-    return answers
+    return answers_without_cache(model, PROMPTS, NEW)
 
 
 def assert_right(model) -> None:

@@ -22,7 +22,7 @@ from ...modeling.layer_groups import LayerGroup
 from ...modeling.native_step import Substitute, substituted
 from ..native_layers import BoundLayers, NativeLayers
 from ..native_units import Unit
-from ..native_watch import ObstacleWatch, StructureWatch, is_compiled
+from ..native_watch import ObstacleWatch, StructureWatch, holders_of, is_compiled
 from ..plan import EnginePlan
 from ..probe import evaluating
 from ..watched_step import WatchedStep
@@ -140,9 +140,7 @@ class _Found:
         obstacles: ObstacleWatch,
     ):
         self.structure = structure
-        inside = {id(module) for candidate in candidates for module in candidate.module.modules()}
-        outside = [module for module in model.modules() if module is not model and id(module) not in inside]
-        self.holders = [module for module in outside if not inside.isdisjoint(map(id, module.modules()))]
+        self.holders = holders_of((candidate.module for candidate in candidates), model)
         self._candidates = candidates
         self._obstacles = obstacles
         self._units: Sequence[Unit] = ()

@@ -24,7 +24,7 @@ from hf_paged.generation.native_operators import REFERENCE
 from tests.families import greedy, tiny_model
 from tests.generation.graphs.engines import set_up
 from tests.generation.graphs.recorder import RecordedGraphs, Recorder
-from tests.paged_models import paged
+from tests.paged_models import answers_without_cache, paged
 
 PROMPTS = [[5, 17, 33, 8, 61, 90, 4, 12, 13, 77, 21], [9, 3, 120], [1, 2], [7] * 20]
 NEW = 4
@@ -65,14 +65,7 @@ def answers(model, prompts=PROMPTS) -> list[list[int]]:
 
 
 def plain_answers(model, prompts=PROMPTS) -> list[list[int]]:
-    answers = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.no_grad():
-            for _ in range(NEW):
-                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
-    return answers
+    return answers_without_cache(model, prompts, NEW)
 
 
 def compiled(model) -> str:
