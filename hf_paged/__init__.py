@@ -24,6 +24,7 @@ _EXPORTS = {
     "RequestExtras": ".generation.request",
     "RequestOutput": ".generation.outputs",
     "SamplingParams": ".generation.sampling.params",
+    "StructuredOutputsParams": ".generation.structured.params",
     "errors": ".errors",
     "pipeline": ".pipelines",
 }
@@ -43,6 +44,7 @@ _ERRORS = (
     "NotSupportedError",
     "PromptTooLongError",
     "QueueFullError",
+    "DeadlineExceededError",
     "RequestAbortedError",
     "RowFailedError",
     "StepFailedError",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from .generation.request import HiddenStatesWanted as HiddenStatesWanted
     from .generation.request import RequestExtras as RequestExtras
     from .generation.sampling.params import SamplingParams as SamplingParams
+    from .generation.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from .llm import LLM as LLM
     from .pipelines import pipeline as pipeline
 

@@ -98,7 +98,7 @@ class AutoPagedModelForCausalLM:
             if safe_only and any(name in str(error) for name in ("safetensors", "pytorch_model.bin")):
                 raise OSError(
                     f"{error} Only safetensors files are read unless pickle files, which can run code of their author, "
-                    "are asked for: `use_safetensors=False`."
+                    "are asked for: `use_safetensors=False`. The model's `save_pretrained` then writes safetensors."
                 ) from error
             raise
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)

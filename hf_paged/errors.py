@@ -21,6 +21,7 @@
         ├── NonFiniteLogitsError                the model returned NaN or infinite logits for one request
         ├── AttentionBypassedError              a layer used the paged cache without paged attention
         ├── RequestAbortedError                 somebody aborted the request that is being waited for
+        ├── DeadlineExceededError               a request took longer than its caller gave it
         └── EngineClosedError                   the engine was closed, or its process was forked
 
 A message names the argument, its value, the limit and the way out. Each class also derives from the built-in
@@ -136,6 +137,10 @@ class AttentionBypassedError(EngineError):
 
 class RequestAbortedError(EngineError):
     """The request that is being waited for was aborted."""
+
+
+class DeadlineExceededError(EngineError):
+    """The request was not finished when its deadline came, and was aborted."""
 
 
 class EngineClosedError(EngineError):

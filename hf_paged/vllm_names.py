@@ -19,16 +19,21 @@ _UNBUILT = {
     "cpu_offload_gb": "weights offloaded to the CPU",
     "data_parallel_size": "data parallelism",
     "cudagraph_capture_sizes": "a list of graph sizes by that name (`cuda_graph_sizes` here)",
+    "enable_expert_parallel": "expert parallelism",
     "enable_lora": "an adapter per request",
     "hf_overrides": "overrides of the model's configuration",
     "kv_transfer_config": "K/V transfer between engines",
     "limit_mm_per_prompt": "images, audio or video",
+    "lora_modules": "an adapter per request",
+    "middleware": "middleware of one's own",
     "pipeline_parallel_size": "pipeline parallelism",
     "rope_scaling": "other rotary embeddings than the model's",
     "runner": "pooling and embeddings",
     "speculative_config": "speculative decoding",
     "speculative_model": "speculative decoding",
     "task": "pooling and embeddings",
+    "tool_parser_plugin": "tool parsers of one's own",
+    "tool_server": "tools that the server calls",
 }
 _OFF: tuple = (None, False, 0, 1, "auto", "generate", {})  # True equals 1, so it is looked at apart
 # Name -> the values with which it asks for nothing that the engine does not do anyway; None stands for any.
@@ -47,7 +52,41 @@ _HARMLESS: dict[str, tuple | None] = {
     "tokenizer_mode": ("auto", "slow"),
     "use_v2_block_manager": None,
     "worker_use_ray": (False,),
+    # of its server
+    "api_server_count": (1,),
+    "chat_template_content_format": ("auto", "string"),
+    "disable_frontend_multiprocessing": None,
+    "enable_log_outputs": (False,),
+    "enable_prompt_tokens_details": None,
+    "enable_server_load_tracking": None,
+    "enable_tokenizer_info_endpoint": None,
+    "h11_max_header_count": None,
+    "h11_max_incomplete_event_size": None,
 }
+# Those that are given without a value on a command line.
+SWITCHES = frozenset(
+    {
+        "disable_async_output_proc",
+        "disable_custom_all_reduce",
+        "disable_frontend_multiprocessing",
+        "disable_log_stats",
+        "enable_expert_parallel",
+        "enable_log_outputs",
+        "enable_lora",
+        "enable_prompt_tokens_details",
+        "enable_server_load_tracking",
+        "enable_sleep_mode",
+        "enable_tokenizer_info_endpoint",
+        "skip_tokenizer_init",
+        "use_v2_block_manager",
+        "worker_use_ray",
+    }
+)
+
+
+def names_of_vllm() -> list[str]:
+    """Returns the names that `take_vllm_names` takes."""
+    return sorted({*_UNBUILT, *_HARMLESS})
 
 
 def take_vllm_names(kwargs: dict[str, Any]) -> None:

@@ -48,21 +48,23 @@ ENVIRONMENTS = {
 }
 
 
-def make_environment(name: str, cache: Path, log: Callable[[str], None]) -> Path:
+def make_environment(name: str, cache: Path, log: Callable[[str], None], wanted: Environment | None = None) -> Path:
     """Returns the folder of an environment; makes it at the first call.
 
     Args:
         name (`str`):
-            Key of `ENVIRONMENTS`.
+            Its folder's name.
         cache (`Path`):
             Folder of all of them.
         log (`Callable[[str], None]`):
             Told what takes long.
+        wanted (`Environment`, *optional*):
+            What is installed; by default that of the name in `ENVIRONMENTS`.
 
     Raises:
         PeerUnavailableError: If something cannot be installed.
     """
-    wanted = ENVIRONMENTS[name]
+    wanted = wanted or ENVIRONMENTS[name]
     folder = cache / name
     made_of = f"{wanted}\nPython {sys.version}\n"
     mark = folder / MARK

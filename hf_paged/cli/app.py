@@ -10,6 +10,10 @@ from .bench import app as bench_app
 from .demo import demo
 from .info import info
 from .logs import send_logs_to_stderr
+from .run_batch import PASS_ON as PASS_TO_ENGINE
+from .run_batch import run_batch
+from .serve import PASS_ON as PASS_TO_SERVER
+from .serve import serve
 from .transformers_serve import PASS_ON, transformers_serve
 
 app = typer.Typer(
@@ -22,6 +26,8 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench_app, name="bench")
 app.command()(info)
+app.command(context_settings=PASS_TO_SERVER)(serve)
+app.command(context_settings=PASS_TO_ENGINE)(run_batch)
 app.command(context_settings=PASS_ON)(transformers_serve)
 
 

@@ -54,3 +54,20 @@ def _make_command(name: str) -> Callable[..., None]:
 
 for _name, _help in BENCHMARK_HELP.items():
     app.command(_name, help=_help)(_make_command(_name))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def serve(context: typer.Context) -> None:
+    """Load for a running server, ours or any that speaks OpenAI's API; flags as of `vllm bench serve`."""
+    from ..tools.bench.report import log_console, output_console
+    from ..tools.bench.serve import print_result, result_path, run_serve_benchmark
+    from ..tools.bench.serve_settings import parse_settings
+
+    settings = parse_settings(context.args)
+    run = run_serve_benchmark(settings)
+    print_result(output_console(), run.result, settings.metric_percentiles)
+    written = [str(path) for path in (result_path(settings, run.result), settings.plot) if path is not None]
+    if written:
+        log_console().print(f"written: {', '.join(written)}", highlight=False, markup=False)
+    if not run.result["completed"]:
+        raise typer.Exit(1)

@@ -16,6 +16,7 @@ from .plan import EnginePlan
 from .request import Request, RequestExtras, RequestGroup
 from .sampling.features import SamplingFeatures
 from .sampling.params import SamplingParams
+from .structured.tokenizers import check_tokenizer
 
 _SEED_MASK = 2**64 - 1
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
@@ -176,9 +177,11 @@ def check_params(params: SamplingParams, limits: Limits, tokenizer: Any) -> None
                 raise InvalidTokenError(
                     f"`{name}` names the token {token}, outside the vocabulary of {limits.vocab_size} tokens."
                 )
-    if tokenizer is None and (params.stop or params.bad_words):
-        name = "stop" if params.stop else "bad_words"
-        raise InvalidRequestError(f"`{name}` needs a tokenizer, and the engine was given none.")
+    needing = [name for name in ("stop", "bad_words", "structured_outputs") if getattr(params, name)]
+    if tokenizer is None and needing:
+        raise InvalidRequestError(f"`{needing[0]}` needs a tokenizer, and the engine was given none.")
+    if params.structured_outputs is not None:
+        check_tokenizer(tokenizer)
 
 
 def check_banned(sequences: Any, limits: Limits) -> None:

@@ -77,7 +77,8 @@ class Answer:
         self._complete = request.is_finished
         tokens = request.token_ids[request.num_prompt_tokens + self._num_detokenized :]
         self._num_detokenized += len(tokens)
-        stopped_by_token = request.finish_reason is FinishReason.STOP
+        is_stopped = request.finish_reason is FinishReason.STOP
+        stopped_by_token = is_stopped and request.token_ids[-1] in request.stop_token_ids
         if stopped_by_token and not request.params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the stop token's own text is not part of the answer
         delta = self._detokenizer.append(tokens)
@@ -131,6 +132,8 @@ class RequestState:
             Makes the texts.
         on_update (`Callable[[RequestState], None]`, *optional*):
             Called by the thread that runs the steps after each token, and once at the end. Must return quickly.
+        stream (`bool`, defaults to `True`):
+            Whether `on_update` needs to hear of more than the end.
     """
 
     def __init__(
@@ -139,12 +142,13 @@ class RequestState:
         prompt: str | None,
         tokenizer: Any,
         on_update: Callable[[RequestState], None] | None,
+        stream: bool = True,
     ):
         self.group = group
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.on_update = on_update
-        self.answers = [Answer(request, tokenizer, on_update is not None) for request in group.requests]
+        self.answers = [Answer(request, tokenizer, stream and on_update is not None) for request in group.requests]
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finished = False
         self._prompt_recorded: Recorded | None = None  # by the branch that computed the prompt

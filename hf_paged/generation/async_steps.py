@@ -27,6 +27,7 @@ from .request import FinishReason
 from .sampling.sampler import Sampler
 from .step import SchedulerOutput
 from .step_loop import StepLoop
+from .structured.masks import MaskFill
 from .weights import WeightWatch
 
 DEPTH = 2  # steps on the device: one that runs and one behind it
@@ -49,6 +50,8 @@ class Flight:
             Whether another step may be put together before this one is read.
         is_assumed (`bool`, defaults to `False`):
             Whether the scheduler has gone on already.
+        fill (`MaskFill`, *optional*):
+            The masks of requests with a grammar.
     """
 
     output: SchedulerOutput
@@ -57,6 +60,7 @@ class Flight:
     error: Exception | None = None
     is_open: bool = False
     is_assumed: bool = False
+    fill: MaskFill | None = None
 
 
 class AsyncStepLoop(StepLoop):
@@ -134,7 +138,7 @@ class AsyncStepLoop(StepLoop):
     def _may_launch(self) -> bool:
         if not self._flights:
             return True
-        is_open = all(flight.is_open for flight in self._flights)
+        is_open = all(flight.is_open for flight in self._flights) and self._isolation.group is None
         return len(self._flights) < DEPTH and is_open and not self.live.needs_host
 
     def _launch(self) -> bool:
@@ -180,6 +184,7 @@ class AsyncStepLoop(StepLoop):
                 )
                 flight.is_open = True
             else:
+                flight.fill = self.live.grammars.masks.start(tokens.requests)
                 flight.handle = runner.launch(flight.output, embeds)
         except Exception as error:  # is taken in when the step before has been read
             flight.error = error
@@ -196,7 +201,7 @@ class AsyncStepLoop(StepLoop):
             assert flight.handle is not None, "a step without a handle has an error"
             result = runner.collect(flight.handle)
             modelled = time.perf_counter()
-            tokens, choice = self._choose(flight.tokens, result)
+            tokens, choice = self._choose(flight, result)
             refused = live.take_prompt_logprobs(flight.output, result)
         except Exception as error:
             self._fail(flight, error)
@@ -211,17 +216,19 @@ class AsyncStepLoop(StepLoop):
             self._flights.popleft()
             self._watch.confirm(live.block_manager)
             live.collect(flight.output, result, tokens, choice, refused, runner.read)
+            self._isolation.settle()
         live.counters.seconds_model += modelled - started
         live.counters.seconds_sample += sampled - modelled
         live.counters.seconds_collect += time.perf_counter() - sampled
 
-    def _choose(self, tokens: StepTokens, result: StepResult) -> tuple[StepTokens, SamplerOutput]:
+    def _choose(self, flight: Flight, result: StepResult) -> tuple[StepTokens, SamplerOutput]:
         """Returns who is still there, and their tokens."""
+        tokens = flight.tokens
         places = [place for place, request in enumerate(tokens.requests) if not request.is_finished]
         requests, rows = [tokens.requests[place] for place in places], [tokens.rows[place] for place in places]
         there, chosen = StepTokens(requests, rows, tokens.chosen_elsewhere), result.chosen
         if chosen is None:
-            return there, self.sampler.sample(result.logits, requests, rows)
+            return there, self.live.grammars.masks.sample(self.sampler, result.logits, requests, rows, flight.fill)
         failed = set(chosen.failed_rows)
         token_ids = [chosen.token_ids[place] for place in places]
         return there, SamplerOutput(token_ids, failed_rows=[row for row, place in enumerate(places) if place in failed])

@@ -19,6 +19,8 @@ from .hf_generate import engine_obstacle, lengths_open
 from .hf_sampling import HOW, CustomParts, request_settings
 from .request import NO_EXTRAS, HiddenStatesWanted, RequestExtras
 from .sampling.params import SamplingParams
+from .structured.hf_arguments import checked_tokenizer
+from .structured.params import StructuredOutputsParams
 
 # Fields that choose a cache or how it is filled: the K/V of a batch are always paged and computed in chunks, as in
 # Transformers' own continuous batching.
@@ -69,6 +71,8 @@ class Wishes:
             As in `generate`.
         assistant_model (`PreTrainedModel`, *optional*):
             As in `generate`.
+        structured_outputs (`StructuredOutputsParams` or `dict`, *optional*):
+            The form of the answers; needs the tokenizer.
     """
 
     tokenizer: Any = None
@@ -84,8 +88,12 @@ class Wishes:
     prefix_allowed_tokens_fn: Callable | None = None
     custom_generate: Any = None
     assistant_model: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+            checked_tokenizer(self.tokenizer)
         wanted = self.hidden_states
         if wanted is None or isinstance(wanted, bool):
             return
@@ -113,8 +121,9 @@ class Wishes:
             row (`int`):
                 Which row `prefix_allowed_tokens_fn` is told.
         """
-        names = ("tokenizer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-        given = {name: getattr(self, name) for name in (*names, "custom_generate", "assistant_model")}
+        names: tuple[str, ...] = ("tokenizer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+        names = (*names, "custom_generate", "assistant_model", "structured_outputs")
+        given = {name: getattr(self, name) for name in names}
         allowed = self.prefix_allowed_tokens_fn
         if allowed is not None:
             given["prefix_allowed_tokens_fn"] = lambda _, tokens: allowed(row, tokens)
@@ -174,15 +183,19 @@ class PlannedRequest:
         )
 
     def seeded(self, seed: int | None) -> SamplingParams:
-        """Returns its parameters, with a seed if it has none of its own.
+        """Returns its parameters, with the form of its answer, and a seed if it has none of its own.
 
         Args:
             seed (`int`, *optional*):
                 The seed.
         """
         assert self.params is not None, "the engine was given a request that is for `generate`"
-        own = self.params.seed is not None or seed is None
-        return self.params if own else self.params.replace(seed=seed)
+        changes: dict[str, Any] = {}
+        if self.params.seed is None and seed is not None:
+            changes["seed"] = seed
+        if self.wishes.structured_outputs is not None:
+            changes["structured_outputs"] = self.wishes.structured_outputs
+        return self.params.replace(**changes) if changes else self.params
 
 
 class Planner:
@@ -208,6 +221,8 @@ class Planner:
         self._fields = dict(fields)
         self._exact_room = exact_room
         self._settings: dict[int, _Settings] = {}
+        if wishes.structured_outputs is not None:
+            engine.grammars.compile(wishes.structured_outputs, wishes.tokenizer)  # what is wrong with it is said here
 
     def plan(self, prompt: Any, config: GenerationConfig | None, row: int = 0) -> PlannedRequest:
         """Checks a prompt and plans how it is answered.

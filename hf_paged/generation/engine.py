@@ -63,6 +63,7 @@ from .sleeping_weights import SleepingWeights
 from .stats import EngineStats
 from .step_driver import StepDriver
 from .step_loop import StepLoop
+from .structured.grammars import Grammars
 from .turns import Turns
 from .weights import WeightWatch
 
@@ -124,7 +125,7 @@ class Engine(StepDriver):
             self.plan = dataclasses.replace(self.plan, compiled=self._compiled.describe())
         self.plan = with_graphs(self.plan, self.config, self.backend)
         self.sampler = Sampler(self.limits.vocab_size, self._groups[0].device)
-        self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler)
+        self.live = LiveRequests(self.plan, policy, len(self._groups), self.sampler, Grammars(self))
         loop = AsyncStepLoop if self.plan.async_scheduling else StepLoop
         self._loop = loop(self.live, self.sampler, self._make_runner, WeightWatch(model))
         self.sessions = OpenSessions()
@@ -150,6 +151,7 @@ class Engine(StepDriver):
         extra_keys: tuple = (),
         tokenizer: Any = None,
         on_update: Callable[[RequestState], None] | None = None,
+        stream: bool = True,
         extras: RequestExtras = NO_EXTRAS,
     ) -> RequestState:
         """Checks a request and queues it. Thread-safe; touches no other request.
@@ -172,6 +174,8 @@ class Engine(StepDriver):
                 Instead of the engine's own.
             on_update (`Callable[[RequestState], None]`, *optional*):
                 Called after each token and at the end, by the thread that runs the steps.
+            stream (`bool`, defaults to `True`):
+                Whether `on_update` is also wanted, and the text made, before the end.
             extras (`RequestExtras`, defaults to none):
                 What the request asks for beside its parameters.
 
@@ -202,7 +206,8 @@ class Engine(StepDriver):
             extra_keys=extra_keys,
             extras=extras,
         )
-        state = RequestState(group, prompt, tokenizer, on_update)
+        state = RequestState(group, prompt, tokenizer, on_update, stream)
+        self.grammars.prepare(state)
         self.enqueue(state)
         return state
 

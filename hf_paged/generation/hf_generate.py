@@ -24,6 +24,7 @@ from .model_state import training_obstacle
 from .plan import EnginePlan
 from .request import FinishReason, RequestExtras
 from .sampling.params import SamplingParams
+from .structured.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class GenerateCall:
             Whether a `GenerateDecoderOnlyOutput` is wanted, with the cache.
         streamer (`BaseStreamer`, *optional*):
             Gets each token of a single row.
+        structured_outputs (`StructuredOutputsParams`, *optional*):
+            The form of the answers.
+        tokenizer (`PreTrainedTokenizerFast`, *optional*):
+            For that.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +64,8 @@ class GenerateCall:
     pad_token_id: int
     return_dict: bool
     streamer: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    tokenizer: Any = None
 
     def run(self, engine: Engine) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Runs the call.
@@ -72,6 +79,10 @@ class GenerateCall:
         """
         for row in self.rows:
             engine.check(row, self.params)
+        params = self.params
+        if self.structured_outputs is not None:
+            engine.grammars.compile(self.structured_outputs, self.tokenizer)  # what is wrong with it is said here
+            params = params.replace(structured_outputs=self.structured_outputs)
         with engine.requests() as states:
             if self.streamer is not None:
                 self.streamer.put(self.input_ids.cpu())
@@ -80,7 +91,8 @@ class GenerateCall:
                 states.append(
                     engine.add_request(
                         row,
-                        self.params,
+                        params,
+                        tokenizer=self.tokenizer,
                         extras=extras,
                         on_update=_ignore if self.streamer is not None else None,
                     )

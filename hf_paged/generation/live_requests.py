@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cache.block_manager import BlockManager
-from ..errors import EngineError, NonFiniteLogitsError, StepFailedError
+from ..errors import EngineError, InvalidRequestError, NonFiniteLogitsError, StepFailedError
 from .answer import RequestState
 from .outputs import SamplerOutput, StepResult
 from .plan import EnginePlan
@@ -20,6 +20,8 @@ from .sampling.sampler import Sampler
 from .scheduler import Scheduler, SchedulerConfig
 from .stats import EngineStats
 from .step import ScheduledRequest, SchedulerOutput
+from .structured.grammars import Grammars
+from .structured.masks import follow
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +77,18 @@ class LiveRequests:
             Layer groups.
         sampler (`Sampler`):
             Forgets the requests that have ended.
+        grammars (`Grammars`):
+            Those of the requests.
     """
 
-    def __init__(self, plan: EnginePlan, policy: Callable[[], SchedulingPolicy], num_groups: int, sampler: Sampler):
+    def __init__(
+        self,
+        plan: EnginePlan,
+        policy: Callable[[], SchedulingPolicy],
+        num_groups: int,
+        sampler: Sampler,
+        grammars: Grammars,
+    ):
         self.states: dict[str, RequestState] = {}
         self.ids: set[str] = set()  # of the requests and of their branches
         self._host_bound: set[str] = set()  # the requests some of whose tokens only the host can choose, or uses
@@ -85,6 +96,7 @@ class LiveRequests:
         self._policy = policy
         self._num_groups = num_groups
         self._sampler = sampler
+        self.grammars = grammars
         self._make_scheduler()
         self.reset_stats()
 
@@ -116,6 +128,30 @@ class LiveRequests:
         first = state.group.requests[0]  # the branches are alike
         if first.needs_host_tokens or not self._sampler.can_start([first]):
             self._host_bound.add(state.request_id)
+        if not first.ready:
+            self.grammars.start(state)
+
+    def take_grammar(self, state: RequestState, grammar: Any, error: BaseException | None) -> None:
+        """A request that waited for its grammar may run, or fails.
+
+        Args:
+            state (`RequestState`):
+                The request; one that has ended meanwhile is fine.
+            grammar (`CompiledGrammar`, *optional*):
+                The grammar.
+            error (`BaseException`, *optional*):
+                Why there is none.
+        """
+        for request in state.group.requests:
+            if request.is_finished:
+                continue
+            if error is not None:
+                self._fail(request, error)
+            else:
+                request.grammar = grammar
+                self.scheduler.set_ready(request)
+        if error is not None and self.states.get(state.request_id) is state:
+            self._settle(state)
 
     @property
     def needs_host(self) -> bool:
@@ -275,18 +311,23 @@ class LiveRequests:
         """
         requests = tokens_of.requests
         failed = {*choice.failed_rows, *choice.errors}
+        unchosen = {*failed, *choice.ended_rows}
         tokens = {
             request.request_id: token
             for row, (request, token) in enumerate(zip(requests, choice.token_ids, strict=True))
-            if row not in failed
+            if row not in unchosen
         }
         touched = {}
-        errors = {row: choice.errors.get(row) or _non_finite(requests[row]) for row in failed}
+        errors = {row: choice.errors.get(row) or _no_token(requests[row], row in choice.emptied_rows) for row in failed}
         for request, error in [*refused, *((requests[row], error) for row, error in errors.items())]:
             self._fail(request, error)
             touched[id(request.group)] = _state_of(request)
+        for row in choice.ended_rows:
+            self.scheduler.finish(requests[row], FinishReason.STOP)
         self._take_recorded(output, result)
-        self.scheduler.update_from_output(output, tokens)
+        for request in self.scheduler.update_from_output(output, tokens):
+            if request.grammar is not None and not request.is_finished:
+                self._follow_grammar(request)
         self._observe(output, len(tokens) + len(tokens_of.chosen_elsewhere))
         for request, row in tokens_of.chosen_elsewhere:
             if not request.is_finished:
@@ -299,6 +340,14 @@ class LiveRequests:
             self._follow(request, row, choice, read_kv)
         for state in touched.values():
             self._settle(state)
+
+    def _follow_grammar(self, request: Request) -> None:
+        """A token has been appended: the answer ends if its grammar can go no further."""
+        try:
+            if follow(request):
+                self.scheduler.finish(request, FinishReason.STOP)
+        except (InvalidRequestError, EngineError) as error:
+            self._fail(request, error)
 
     def _follow(self, request: Request, row: int, choice: SamplerOutput, read_kv: Callable[[str, int], Any]) -> None:
         """Does what comes after a token: its scores, criteria, log-probabilities and text."""
@@ -394,6 +443,7 @@ class LiveRequests:
                 except BaseException as error:
                     self._fail_text(answer.request, error)
                 self._sampler.forget(answer.request.request_id)
+                self.grammars.let_go(answer.request)
             self.ids -= ids_of(state)
             self._host_bound.discard(state.request_id)
             self.counters.num_finished += 1
@@ -428,9 +478,8 @@ class LiveRequests:
 
     def _observe(self, output: SchedulerOutput, num_tokens: int) -> None:
         counters = self.counters
-        counters.num_steps += 1
+        counters.observe_step(output.num_scheduled_tokens)
         counters.num_generated_tokens += num_tokens
-        counters.num_computed_tokens += output.num_scheduled_tokens
         counters.peak_running = max(counters.peak_running, len(output.scheduled))
         manager = self.block_manager
         counters.observe_blocks(manager.num_blocks_held, manager.num_tokens_stored, self._plan.block_size)
@@ -467,7 +516,12 @@ def _state_of(request: Request) -> RequestState:
     return request.group.context
 
 
-def _non_finite(request: Request) -> NonFiniteLogitsError:
+def _no_token(request: Request, all_forbidden: bool) -> InvalidRequestError | NonFiniteLogitsError:
+    if all_forbidden:
+        return InvalidRequestError(
+            f"Request {request.request_id!r} has no token left to choose after {request.num_output_tokens}: each one "
+            "is forbidden by `allowed_token_ids`, `bad_words`, `min_tokens` or a logits processor."
+        )
     return NonFiniteLogitsError(
         f"The logits of request {request.request_id!r} at position {request.num_tokens} leave no token to choose: they "
         "hold NaN or infinite numbers, or every token is forbidden. Other requests are not touched."

@@ -27,6 +27,7 @@ from .hf_generate import plan_generate
 from .loop_call import choose_cache, loop_call
 from .manager import ContinuousBatchingManager, take_kept_manager
 from .outputs import GenerationOutput
+from .structured.hf_arguments import StructuredArguments
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class PagedGenerationMixin:
             custom_generate (`str` or `Callable`, *optional*):
                 As in Transformers.
             kwargs (`Any`):
-                Fields of `GenerationConfig`, `attention_mask` and other model inputs.
+                Fields of `GenerationConfig`, `attention_mask` and other model inputs; and `structured_outputs`
+                (`StructuredOutputsParams` or `dict`), the form of the answers, with `tokenizer`.
 
         Returns:
             `torch.LongTensor` `[batch * num_return_sequences, length]`, or a `GenerateDecoderOnlyOutput` with
@@ -133,9 +135,12 @@ class PagedGenerationMixin:
             "custom_generate": custom_generate,
         }
         given = {name: value for name, value in special.items() if value is not None}
+        structured = StructuredArguments.take(kwargs)
         call = plan_generate(self, inputs, generation_config, given, streamer, kwargs)
         if not isinstance(call, str):
-            return call.run(self.engine)
+            return (call if structured is None else structured.for_engine(call)).run(self.engine)
+        if structured is not None:
+            given["logits_processor"] = structured.for_loop(self, generation_config, kwargs, logits_processor)
         logger.debug("generate runs Transformers' own loop: %s.", call)
         with loop_call(_loop_obstacle(given, kwargs)) as loop:
             result = super().generate(  # type: ignore[misc]
@@ -205,8 +210,9 @@ class PagedGenerationMixin:
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
                 For texts, chats and stop strings.
             kwargs (`Any`):
-                Fields of `GenerationConfig`, and `logprobs`, `prompt_logprobs`, `hidden_states`, `scores`, `priority`,
-                `seed`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`, for all prompts.
+                Fields of `GenerationConfig`, and `structured_outputs`, `logprobs`, `prompt_logprobs`, `hidden_states`,
+                `scores`, `priority`, `seed`, `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`, for
+                all prompts.
 
         Returns:
             `dict[str, GenerationOutput]`: By request id, in input order.

@@ -196,6 +196,10 @@ class SamplerOutput:
         scores (`dict[int, torch.Tensor]`):
             `[vocab_size]` float32 for each row that wants its scores, as they were when the token was chosen: after all
             processors, temperature and truncation.
+        emptied_rows (`list[int]`):
+            Rows, failed ones, whose logits were finite until all tokens had been forbidden.
+        ended_rows (`list[int]`):
+            Rows whose grammar is complete and that have no other token left; they end without one.
     """
 
     token_ids: list[int]
@@ -203,6 +207,8 @@ class SamplerOutput:
     failed_rows: list[int] = dataclasses.field(default_factory=list)
     errors: dict[int, Exception] = dataclasses.field(default_factory=dict)
     scores: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    emptied_rows: list[int] = dataclasses.field(default_factory=list)
+    ended_rows: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)

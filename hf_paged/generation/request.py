@@ -177,6 +177,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: BaseException | None = None
+        self.grammar: Any = None  # that its answer must follow, compiled (generation/structured/)
+        self.matcher: Any = None  # how far it has
         self.ready = True  # False while something it needs (a grammar) is still being made
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0  # 1 if its next token has been chosen on the device and is not known here yet
@@ -247,6 +249,7 @@ class Request:
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         choosers = (
             self.session,
+            params.structured_outputs,
             params.min_tokens,
             params.logit_bias,
             params.allowed_token_ids,

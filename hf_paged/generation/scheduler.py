@@ -59,6 +59,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._groups: dict[str, RequestGroup] = {}
         self._runner = RunnerView(block_manager)
+        self.focus: frozenset[str] | None = None  # if set, only these requests have a share of the next steps
         self.throttle = Throttle(config.max_num_seqs, config.max_num_batched_tokens)
         self._in_flight: StepDraft | None = None
         self._assumed: StepDraft | None = None  # on its way too: the step before it
@@ -233,7 +234,7 @@ class Scheduler:
         self._schedule_prefills(step, fair_share)
         if not step.preempted:
             self._admit_waiting(step, fair_share)
-        if not step.shares and self._assumed is None:
+        if not step.shares and self._assumed is None and self.focus is None:
             self._resolve_stall(step, fair_share)
         self._hand_out_rest(step)
         for share in step.shares.values():
@@ -335,6 +336,23 @@ class Scheduler:
         self._free_ended(step)
         return step.requests
 
+    def take_back(self, output: SchedulerOutput) -> bool:
+        """The step raised: cancels it, if its requests can run again apart from each other.
+
+        Args:
+            output (`SchedulerOutput`):
+                The step.
+
+        Returns:
+            `bool`: Whether they can; if not, nothing happened.
+        """
+        requests = [self.requests.get(share.request_id) for share in output.scheduled]  # some may have ended meanwhile
+        # The rows of a session wait for each other.
+        if self._assumed is not None or any(request and request.session for request in requests):
+            return False
+        self.cancel(output)
+        return True
+
     def back_off(self, output: SchedulerOutput) -> bool:
         """The step ran out of memory: cancels it and preempts so many that only half as much runs for a while.
 
@@ -360,6 +378,8 @@ class Scheduler:
 
     def _schedule_decodes(self, step: StepDraft) -> None:
         for request in tuple(self._running.values()):
+            if self.focus is not None and request.request_id not in self.focus:
+                continue
             num_pending = request.num_pending_tokens
             if num_pending > 1:
                 step.partial[request.request_id] = request
@@ -376,6 +396,8 @@ class Scheduler:
         max_partial = self.config.max_partial_prefills
         while step.budget > 0 and (request := self._policy.peek()) is not None:
             if request.num_in_flight_tokens or not self._has_seats(request):
+                return
+            if self.focus is not None and request.request_id not in self.focus:
                 return
             hit = self._blocks.find_prefix(request)
             num_tokens = self._first_chunk(step, request, hit.num_tokens, fair_share)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+
+STEP_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclasses.dataclass
@@ -30,6 +33,9 @@ class EngineStats:
             Requests that ended.
         waste_sum (`float`):
             Sum over steps of 1 - tokens stored / slots in blocks held by live requests.
+        step_sizes (`list[int]`):
+            How many steps computed at most as many tokens as each of `STEP_SIZE_BOUNDS` says, and more than the one
+            before; at the end those with more than all of them.
         peak_blocks_held (`int`):
             Most blocks held by live requests in a step.
         peak_tokens_stored (`int`):
@@ -62,6 +68,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_finished: int = 0
     waste_sum: float = 0.0
+    step_sizes: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(STEP_SIZE_BOUNDS) + 1))
     peak_blocks_held: int = 0
     peak_tokens_stored: int = 0
     peak_running: int = 0
@@ -82,6 +89,17 @@ class EngineStats:
     def peak_kv_bytes_held(self) -> int:
         """Returns the bytes of the most blocks that live requests held in a step."""
         return self.peak_blocks_held * self.bytes_per_block
+
+    def observe_step(self, num_tokens: int) -> None:
+        """Counts a step that has run.
+
+        Args:
+            num_tokens (`int`):
+                Tokens that went through the model.
+        """
+        self.num_steps += 1
+        self.num_computed_tokens += num_tokens
+        self.step_sizes[bisect.bisect_left(STEP_SIZE_BOUNDS, num_tokens)] += 1
 
     def observe_blocks(self, blocks_held: int, tokens_stored: int, block_size: int) -> None:
         """Counts a step's use of the pool.

@@ -14,6 +14,7 @@ from .turns import Turns
 
 if TYPE_CHECKING:
     from .live_requests import LiveRequests
+    from .structured.grammars import Grammars
 
 
 class StepDriver:
@@ -24,6 +25,11 @@ class StepDriver:
     _turns: Turns
     _asleep: bool
     _closed: bool
+
+    @property
+    def grammars(self) -> Grammars:
+        """Returns the grammars of structured outputs."""
+        return self.live.grammars
 
     def step(self) -> bool:
         """Runs one step.
@@ -44,6 +50,11 @@ class StepDriver:
 
     def _check_usable(self) -> None:
         raise NotImplementedError
+
+    @property
+    def device_error(self) -> Exception | None:
+        """Returns the accelerator's error after which this process can compute nothing more, if there was one."""
+        return self._loop.device_error
 
     @contextlib.contextmanager
     def requests(self) -> Iterator[list[RequestState]]:
@@ -124,19 +135,27 @@ class StepDriver:
         if not sys.is_finalizing() and not self._turns.is_mine():
             self._turns.run_until(lambda: all(state.finished for state in states), self._loop.drain_inbox)
 
-    def serve(self, stop: threading.Event) -> None:
+    def serve(self, stop: threading.Event, after_step: Callable[[], None] = lambda: None) -> None:
         """Runs steps whenever there is something to do, until told to stop. For a thread of its own.
 
         Args:
             stop (`threading.Event`):
                 Ends it; follow `stop.set()` with `wake()`.
+            after_step (`Callable[[], None]`, defaults to nothing):
+                Called after each step.
         """
+
+        def step() -> bool:
+            worked = self.step()
+            after_step()
+            return worked
+
         while not stop.is_set():
             with self._turns.mutex:
                 while not (stop.is_set() or self._closed or (self._has_work() and not self._asleep)):
                     self._turns.lock.wait()
             self._check_usable()
-            self._turns.run_until(lambda: stop.is_set() or not self._has_work(), self.step)
+            self._turns.run_until(lambda: stop.is_set() or not self._has_work(), step)
 
     def _has_work(self) -> bool:
         return bool(self.live.states or self._loop.inbox)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..errors import EngineError, StepFailedError, StepMemoryError
+from .isolation import Isolation
 from .live_requests import Arrival, LiveRequests
 from .model_runner import ModelRunner
 from .request import FinishReason
@@ -20,6 +21,11 @@ from .step import SchedulerOutput
 from .weights import WeightWatch
 
 logger = logging.getLogger(__name__)
+
+# After one of these no kernel of the process runs any more, so that only another process helps.
+_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
+)
 
 
 class StepLoop:
@@ -49,6 +55,8 @@ class StepLoop:
         self.inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._make_runner = make_runner
         self._watch = watch
+        self._isolation = Isolation()
+        self.device_error: Exception | None = None  # after which nothing can be computed in this process
         self._is_torn = False  # bookkeeping has begun and has not come to its end
 
     def step(self) -> bool:
@@ -66,12 +74,12 @@ class StepLoop:
             return False
         scheduled = time.perf_counter()
         try:
-            runner = self.ready_runner()
+            runner, masks, tokens = self.ready_runner(), live.grammars.masks, live.tokens_of(output)
+            fill = masks.start(tokens.requests)
             handle = runner.launch(output, live.embeds_of(output))
             result = runner.collect(handle)
             modelled = time.perf_counter()
-            tokens = live.tokens_of(output)
-            choice = self.sampler.sample(result.logits, tokens.requests, tokens.rows)
+            choice = masks.sample(self.sampler, result.logits, tokens.requests, tokens.rows, fill)
             refused = live.take_prompt_logprobs(output, result)
         except Exception as error:
             self._take_failure(output, error)
@@ -83,6 +91,7 @@ class StepLoop:
         with self._bookkeeping():
             self._watch.confirm(live.block_manager)
             live.collect(output, result, tokens, choice, refused, runner.read)
+            self._isolation.settle()
         counters = live.counters
         counters.seconds_schedule += scheduled - started
         counters.seconds_inputs += handle.seconds_inputs
@@ -154,21 +163,49 @@ class StepLoop:
             self.inbox.clear()
         arriving = [action.state for action in tuple(self.inbox) if isinstance(action, Arrival)]
         self.runner = None
+        self._isolation.clear()
         self.live.forget_all(error, reason, arriving)
         self._is_torn = False
 
     def _schedule(self) -> SchedulerOutput:
-        if self.live.scheduler.num_waiting:  # else nobody is admitted
+        scheduler = self.live.scheduler
+        if scheduler.num_waiting:  # else nobody is admitted
             self._watch.guard(self.live.block_manager)
-        return self.live.scheduler.schedule()
+        while True:
+            scheduler.focus = self._isolation.group
+            output = scheduler.schedule()
+            if output.scheduled or scheduler.focus is None:
+                return output
+            self._isolation.settle()  # they have ended meanwhile
 
     def _take_failure(self, output: SchedulerOutput, error: Exception) -> None:
-        """A step has raised: it is run again, smaller, if that may help; else its requests fail."""
+        """A step has raised: it is run again, smaller or in parts, if that may help; else its requests fail."""
         is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if not (is_out_of_memory and self._back_off(output, error)):
+        is_lost = isinstance(error, _DEVICE_ERRORS) and not is_out_of_memory
+        if is_lost:
+            self.device_error = error
+        retries = self._back_off if is_out_of_memory else self._run_apart
+        if is_lost or not retries(output, error):
             self.live.fail_step(output, error, StepMemoryError if is_out_of_memory else StepFailedError)
         if self.runner is not None:
             self.runner.cache.abandon()
+
+    def _run_apart(self, output: SchedulerOutput, error: Exception) -> bool:
+        """Runs the requests of a step that raised again in halves, to fail only those at fault."""
+        if len(output.scheduled) < 2 or not self.live.scheduler.take_back(output):
+            self._isolation.settle()
+            return False
+        level = logging.WARNING if self._isolation.group is None else logging.DEBUG
+        logger.log(
+            level,
+            "A step with %d requests failed (%s: %s); they are run again apart, to see which of them is at fault.",
+            len(output.scheduled),
+            type(error).__name__,
+            error,
+        )
+        self._isolation.split([share.request_id for share in output.scheduled])
+        self.live.counters.num_failed_steps += 1
+        return True
 
     def _back_off(self, output: SchedulerOutput, error: Exception) -> bool:
         traceback.clear_frames(error.__traceback__)  # whose variables hold what filled the memory

@@ -37,6 +37,7 @@ from hf_paged.generation.sampling.sampler import Sampler
 from hf_paged.generation.staging import Staging
 from hf_paged.generation.step import SchedulerOutput
 from hf_paged.generation.step_loop import StepLoop
+from hf_paged.generation.structured.grammars import Grammars
 
 VOCAB = 16
 EOS = 1
@@ -216,7 +217,8 @@ class FakeEngine:
         self.plan = make_plan(async_scheduling=ahead, **limits)
         self.device = FakeDevice(self.plan, latency)
         self.sampler = Sampler(VOCAB)
-        self.live = LiveRequests(self.plan, SCHEDULING_POLICIES.get(self.plan.scheduling_policy), 1, self.sampler)
+        policy = SCHEDULING_POLICIES.get(self.plan.scheduling_policy)
+        self.live = LiveRequests(self.plan, policy, 1, self.sampler, Grammars(self))
         self.loop = (AsyncStepLoop if ahead else StepLoop)(self.live, self.sampler, lambda: self.device, _NoWatch())
         self.step = self.loop.step
 

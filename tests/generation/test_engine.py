@@ -65,18 +65,63 @@ def engine(model):
 # --------------------------------------------------------------------------------------- failing
 
 
+def unused_token(expected) -> int:
+    """A token that no prompt and no answer has."""
+    return min(set(range(1, 199)).difference(*PROMPTS, *expected))
+
+
+def poison(token: int):
+    """What a forward does that raises whenever this token is among its inputs."""
+
+    def poisoned(forward, kwargs):
+        if (kwargs["input_ids"] == token).any():
+            raise RuntimeError("a device fell off")
+        return forward()
+
+    return poisoned
+
+
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_exception_in_a_step_fails_its_requests_with_the_cause(model, engine, at):
-    cause = RuntimeError("a device fell off")
-    with broken_forward(model, cause, at), engine.requests() as states:
+def test_exception_that_does_not_come_again_fails_nobody(model, engine, expected, at, caplog):
+    with broken_forward(model, RuntimeError("a device fell off"), at), engine.requests() as states:
         states += [engine.add_request(prompt, params()) for prompt in PROMPTS[:3]]
-        settled = list(engine.as_settled(states))
-    failed = [state for state in settled if state.error is not None]
-    assert failed
-    for state in failed:
-        assert isinstance(state.error, StepFailedError) and state.error.__cause__ is cause
-        assert "RuntimeError: a device fell off" in str(state.error) and "requests" in str(state.error)
+        list(engine.as_settled(states))
+    assert tokens([state.output() for state in states]) == expected[:3]
+    (record,) = [record for record in caplog.records if "are run again apart" in record.getMessage()]
+    assert record.levelname == "WARNING" and "RuntimeError: a device fell off" in record.getMessage()
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("guilty", [{0}, {3}, {5}, {1, 4}, {0, 1, 2, 3, 4, 5}])
+@pytest.mark.parametrize("at", ["prompt", "answer"])
+def test_exception_fails_the_requests_at_fault_alone_with_the_cause(model, engine, expected, guilty, at):
+    """The token is in their prompts, or they choose it in the middle of their answers."""
+    token = unused_token(expected)
+    wanted = [params(logit_bias={token: 100}) if at == "answer" and i in guilty else params() for i in range(6)]
+    prompts = [[*PROMPTS[i], token] if at == "prompt" and i in guilty else PROMPTS[i] for i in range(6)]
+    with broken_forward(model, poison(token), times=10**6), engine.requests() as states:
+        states += [engine.add_request(prompt, param) for prompt, param in zip(prompts, wanted, strict=True)]
+        list(engine.as_settled(states))
+    for i, state in enumerate(states):
+        if i not in guilty:
+            assert tokens([state.output()]) == [expected[i]]
+            continue
+        assert isinstance(state.error, StepFailedError) and str(state.error.__cause__) == "a device fell off"
+        assert "A step with 1 requests" in str(state.error) and "RuntimeError: a device fell off" in str(state.error)
         assert state.output().outputs[0].finish_reason == "error"
+    assert_idle(engine)
+
+
+def test_branches_of_one_prompt_fail_alone(model, engine, expected):
+    token = unused_token(expected)
+    wanted = params(12, n=4, temperature=1.5, seed=1, logit_bias={token: 3.0}, ignore_eos=True)
+    with broken_forward(model, poison(token), times=10**6), engine.requests() as states:
+        states.append(engine.add_request(PROMPTS[0], wanted))
+        list(engine.as_settled(states))
+    answers = states[0].output().outputs
+    for answer in answers:  # the last token is never computed
+        assert (answer.finish_reason == "error") == (token in answer.token_ids and len(answer.token_ids) < 12)
+    assert {answer.finish_reason for answer in answers} == {"error", "length"}
     assert_idle(engine)
 
 

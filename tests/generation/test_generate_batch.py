@@ -310,6 +310,7 @@ def test_wrong_settings_are_refused_before_anything_starts(model, config, kwargs
 
 def test_request_that_fails_says_why_and_the_others_are_answered(model, stock, monkeypatch):
     """A row of NaN fails its request alone."""
+    assert model.engine is not None  # which looks at the model before it is broken
     forward = type(model).forward
 
     def broken(self, *args, **kwargs):

@@ -104,13 +104,20 @@ def test_calls_of_every_kind_run_side_by_side(model, stock):
         assert results == [*expected, alone]
 
 
-def test_thread_whose_step_fails_does_not_stop_the_others(model):
+def test_thread_whose_request_fails_its_steps_does_not_stop_the_others(model):
     engine = model.engine
-    with broken_forward(model, RuntimeError("once"), at=4):
-        results = run_in_threads(*[lambda i=i: engine.generate([PROMPTS[i]], PARAMS) for i in range(4)])
-    failed = [result for result in results if isinstance(result, StepFailedError)]
-    done = [result for result in results if isinstance(result, list)]
-    assert failed and len(failed) + len(done) == 4
+    expected = [tokens(engine.generate([PROMPTS[i]], PARAMS)) for i in range(4)]
+
+    def poisoned(forward, kwargs):
+        if (kwargs["input_ids"] == 198).any():
+            raise RuntimeError("poison")
+        return forward()
+
+    prompts = [PROMPTS[0], [*PROMPTS[1], 198], PROMPTS[2], PROMPTS[3]]
+    with broken_forward(model, poisoned, times=10**6):
+        results = run_in_threads(*[lambda i=i: tokens(engine.generate([prompts[i]], PARAMS)) for i in range(4)])
+    assert isinstance(results[1], StepFailedError)
+    assert [results[0], *results[2:]] == [expected[0], *expected[2:]]
 
 
 def test_closing_while_another_thread_runs_ends_its_call():

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InvalidRequestError, NotSupportedError
+from ..structured.params import StructuredOutputsParams
 
 _UNSET: Any = object()
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+_MAX_DIGITS = 20  # of a token id that is written as text
+_REPETITION_PENALTIES = (1e-6, 1e6)  # beyond them scores may become infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class SamplingParams:
         frequency_penalty (`float`, defaults to 0.0):
             Subtracted once for each time that the answer contains the token. In [-2, 2].
         repetition_penalty (`float`, defaults to 1.0):
-            Divides positive and multiplies negative scores of tokens in the prompt or the answer. Positive.
+            Divides positive and multiplies negative scores of tokens in the prompt or the answer. In [1e-6, 1e6].
         temperature (`float`, defaults to 1.0):
             Divides the scores; 0 means greedy.
         top_p (`float`, defaults to 1.0):
@@ -69,6 +72,8 @@ class SamplingParams:
             Added to the scores of these tokens. In [-100, 100].
         allowed_token_ids (`list[int]`, *optional*):
             Only these tokens are generated.
+        structured_outputs (`StructuredOutputsParams` or `dict`, *optional*):
+            The form that the answer must have: JSON, a regular expression, choices or a grammar.
 
     Raises:
         InvalidRequestError: If a value is out of its range or of the wrong type.
@@ -98,6 +103,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = _UNSET
     logit_bias: Mapping[int, float] | None = _UNSET
     allowed_token_ids: Sequence[int] | None = _UNSET
+    structured_outputs: StructuredOutputsParams | None = _UNSET
     explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -161,6 +167,7 @@ DEFAULTS: dict[str, Any] = {
     "spaces_between_special_tokens": True,
     "logit_bias": None,
     "allowed_token_ids": None,
+    "structured_outputs": None,
 }
 
 
@@ -185,6 +192,8 @@ def _normalize(params: SamplingParams) -> None:
         if not isinstance(params.logit_bias, Mapping):
             raise InvalidRequestError(f"`logit_bias` must map token ids to numbers, got {params.logit_bias!r}.")
         set_(params, "logit_bias", {_token_id("logit_bias", k): v for k, v in params.logit_bias.items()} or None)
+    if params.structured_outputs is not None:
+        set_(params, "structured_outputs", StructuredOutputsParams.of(params.structured_outputs))
 
 
 def _validate(params: SamplingParams) -> None:
@@ -194,7 +203,7 @@ def _validate(params: SamplingParams) -> None:
     _number("min_p", params.min_p, 0, 1, "0 keeps all tokens")
     _number("presence_penalty", params.presence_penalty, -2, 2, "0 means none")
     _number("frequency_penalty", params.frequency_penalty, -2, 2, "0 means none")
-    _number("repetition_penalty", params.repetition_penalty, 0, math.inf, "1 means none", open_low=True)
+    _number("repetition_penalty", params.repetition_penalty, *_REPETITION_PENALTIES, "1 means none")
     _whole("top_k", params.top_k, 0, hint="0, -1 or None keeps all tokens")
     _whole("min_tokens", params.min_tokens, 0)
     if params.max_tokens is not None:
@@ -253,7 +262,7 @@ def _as_tuple(name: str, value: Any) -> tuple:
 
 def _token_id(name: str, value: Any) -> int:
     """Accepts whole numbers and, as JSON object keys are strings, their decimal text."""
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS:
         value = int(value)
     index = _index(value)
     if index is None or index < 0:

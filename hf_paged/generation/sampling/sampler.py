@@ -152,12 +152,14 @@ class Sampler:
         raw = _select(logits, rows)
         scores, failed, errors = _process(raw, plan, bitmask)
         token_ids, best = choose(scores, plan.draws)
-        failed |= _unusable(best, plan.draws.greedy, scores is not raw)
+        unusable = _unusable(best, plan.draws.greedy, scores is not raw)
+        emptied = [] if scores is raw else [row for row in sorted(unusable - failed) if best[row] == -math.inf]
+        failed |= unusable
         chosen = token_ids.tolist()
         for row in failed | errors.keys():
             chosen[row] = 0
         logprobs = _logprobs(raw, chosen, plan, failed | errors.keys()) if plan.logprob_rows else None
-        return SamplerOutput(chosen, logprobs, sorted(failed - errors.keys()), errors, _scores(scores, plan))
+        return SamplerOutput(chosen, logprobs, sorted(failed - errors.keys()), errors, _scores(scores, plan), emptied)
 
     def can_start(self, requests: Sequence[Request]) -> bool:
         """Returns whether `start` can choose the tokens of these requests, none of which `needs_host_tokens`.
@@ -258,16 +260,27 @@ def _process(
     by_row, warpers = plan.row_processors, plan.warpers
     if not active and bitmask is None and not by_row.is_active() and not warpers.is_active():
         return raw, set(), {}
-    scores = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    failed = set((~torch.isfinite(scores.amax(dim=1))).nonzero()[:, 0].tolist()).difference(plan.mendable)
+    scores, largest = _copied(raw)
+    failed = set(np.flatnonzero(~np.isfinite(largest)).tolist()).difference(plan.mendable)
     for processor in active:
         processor.apply(scores)
     if bitmask is not None:
         apply_bitmask(scores, bitmask)
     errors = by_row.apply(scores) if by_row.is_active() else {}
+    if bitmask is not None and by_row.is_active():
+        apply_bitmask(scores, bitmask)  # again: nothing that a caller's processor does brings a token back
     if warpers.is_active():
         warpers.apply(scores)
     return scores, failed, errors
+
+
+def _copied(raw: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+    """A float32 copy of the scores, and the largest of each row. On a CPU by one thread (see `apply_bitmask`)."""
+    if raw.device.type == "cpu" and raw.dtype in (torch.float32, torch.float16):
+        array = raw.numpy().astype(np.float32, order="C")
+        return torch.from_numpy(array), array.max(axis=1)
+    scores = raw.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return scores, scores.amax(dim=1).cpu().numpy()
 
 
 def _unusable(best: np.ndarray, greedy: np.ndarray, processed: bool) -> set[int]:

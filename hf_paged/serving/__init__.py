@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server around the asynchronous engine."""

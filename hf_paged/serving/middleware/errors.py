@@ -1,0 +1,46 @@
+"""Whatever a route raises becomes an answer; what is our own mistake is logged once."""
+
+from __future__ import annotations
+
+from ..errors import to_api_error
+from .asgi import App, Message, Receive, Scope, Send, refuse
+
+
+class ErrorMiddleware:
+    """The innermost layer: a request that fails gets an error, and nothing else notices.
+
+    Args:
+        app (`Callable`):
+            The routes.
+    """
+
+    def __init__(self, app: App):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request.
+
+        Args:
+            scope (`MutableMapping[str, Any]`):
+                Of the request.
+            receive (`Callable`):
+                Its body.
+            send (`Callable`):
+                Where the answer goes.
+        """
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting)
+        except Exception as error:
+            if started:  # all that is left is to break off
+                raise
+            await refuse(to_api_error(error), scope, receive, send)
