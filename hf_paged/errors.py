@@ -23,6 +23,7 @@
         ├── RequestAbortedError                 somebody aborted the request that is being waited for
         ├── DeadlineExceededError               a request took longer than its caller gave it
         └── EngineClosedError                   the engine was closed, or its process was forked
+            └── EngineDiedError                 its thread has ended by an error, which is `__cause__`
 
 A message names the argument, its value, the limit and the way out. Each class also derives from the built-in
 exception that Transformers or Python would raise in its place, so that existing `except` clauses keep working.
@@ -145,3 +146,7 @@ class DeadlineExceededError(EngineError):
 
 class EngineClosedError(EngineError):
     """The engine was closed, or belongs to another process (it does not survive a fork)."""
+
+
+class EngineDiedError(EngineClosedError):
+    """The thread of an asynchronous engine has ended by an error; only another engine, or process, helps."""

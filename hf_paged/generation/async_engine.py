@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
 
-from ..errors import EngineClosedError, EngineError, InvalidRequestError
+from ..errors import EngineClosedError, EngineDiedError, InvalidRequestError
 from . import exit_guard
 from .answer import RequestState
 from .answer_stream import AnswerDelta, AnswerStream, Courier
@@ -80,7 +80,7 @@ class AsyncEngine:
 
         Raises:
             EngineClosedError: If the engine was closed.
-            EngineError: If its thread has died.
+            EngineDiedError: If its thread has died.
         """
         with self._lock:
             if self._stop.is_set():
@@ -131,8 +131,8 @@ class AsyncEngine:
         if self._on_death is not None:
             self._on_death(cause)
 
-    def _death(self) -> EngineError:
-        error = EngineError(f"The engine's thread has ended: {type(self.cause).__name__}: {self.cause}")
+    def _death(self) -> EngineDiedError:
+        error = EngineDiedError(f"The engine's thread has ended: {type(self.cause).__name__}: {self.cause}")
         error.__cause__ = self.cause
         return error
 
@@ -209,7 +209,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: If something is wrong with the request.
             QueueFullError: If too many requests wait.
-            EngineError: If the engine was closed or is dead.
+            EngineClosedError: If the engine was closed or is dead.
         """
         self.start()
         courier = self._courier(asyncio.get_running_loop())

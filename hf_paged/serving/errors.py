@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import (
     DeadlineExceededError,
     EngineClosedError,
+    EngineDiedError,
     HfPagedError,
     InvalidRequestError,
     MissingDependencyError,
@@ -29,6 +30,7 @@ _KINDS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (MissingDependencyError, 400, "invalid_request_error", "not_supported"),
     (DeadlineExceededError, 408, "timeout_error", "deadline_exceeded"),
     (RequestAbortedError, 503, "server_overloaded", "request_aborted"),
+    (EngineDiedError, 503, "server_overloaded", "engine_died"),
     (EngineClosedError, 503, "server_overloaded", "shutting_down"),
 )
 

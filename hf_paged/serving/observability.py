@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeadlineExceededError, EngineClosedError, RequestAbortedError
+from ..errors import DeadlineExceededError, EngineClosedError, EngineDiedError, RequestAbortedError
 from ..generation.request import FinishReason, Request, RequestMetrics
 from ..generation.sampling.params import SamplingParams
 from .access_log import HttpRecord, RequestLog, current_record
@@ -190,7 +190,8 @@ class _Watch:
     def _finish(self, stream: AnswerStream, requests: list[Request]) -> None:
         self._done = True
         error = stream.error
-        early = "abort" if isinstance(error, _ABORTED) else "error"
+        is_abort = isinstance(error, _ABORTED) and not isinstance(error, EngineDiedError)
+        early = "abort" if is_abort else "error"
         reasons = [request.finish_reason for request in requests]
         times = requests[0].metrics
         if len(requests) > 1:

@@ -25,6 +25,10 @@ from .tool_parsers import NamedToolParser, RequiredToolParser, ToolParser
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DATA = ("const", "default", "enum", "examples")  # in these nothing is a schema
+# Where a schema has one of these, its `properties` are not all that an object of it may have.
+_SAYS_MORE = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
+)
 _Functions = dict[str, Mapping[str, Any] | None]  # names and schemas of parameters
 _FORMS = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 
@@ -211,9 +215,14 @@ def _malformed(where: str, value: Any, rule: str) -> ApiError:
 
 
 def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The schema of a call's arguments. A function that declares no parameters takes an empty object."""
+    """The schema of a call's arguments: what the function declares, and nothing that a model makes up beside it.
+
+    A function that declares no parameters takes an empty object.
+    """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
+    if "properties" in parameters and not _SAYS_MORE.intersection(parameters):
+        return {**parameters, "type": "object", "additionalProperties": False}
     return {**parameters, "type": "object"}
 
 

@@ -12,6 +12,7 @@ import torch
 from hf_paged import (
     AsyncEngine,
     DeadlineExceededError,
+    EngineDiedError,
     EngineError,
     InvalidRequestError,
     RequestAbortedError,
@@ -191,9 +192,9 @@ def test_dead_thread_tells_everybody_and_takes_no_more(model):
         await anext(streams[0])
         engine.engine.step = lambda: (_ for _ in ()).throw(SystemExit("killed"))
         for stream in streams:
-            with pytest.raises(EngineError, match="thread has ended: SystemExit: killed"):
+            with pytest.raises(EngineDiedError, match="thread has ended: SystemExit: killed"):
                 await stream.output()
-        with pytest.raises(EngineError, match="thread has ended"):
+        with pytest.raises(EngineDiedError, match="thread has ended"):
             engine.submit(PROMPTS[0], params())
 
     asyncio.run(run())

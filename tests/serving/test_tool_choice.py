@@ -67,6 +67,21 @@ def test_a_function_without_parameters_takes_an_empty_object(allows):
     assert not allows(plan, '{"a":1}')
 
 
+@pytest.mark.parametrize("further", [{}, {"additionalProperties": True}, {"anyOf": [{"required": ["a"]}]}])
+@pytest.mark.parametrize("choice", ["required", _named("f")])
+def test_arguments_that_a_function_does_not_declare_are_not_made_up_unless_it_takes_them(allows, choice, further):
+    inner = {"type": "object"}
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "free": inner}, **further}
+    plan = plan_tools([_tool(parameters=parameters)], choice)
+
+    def call(arguments: str) -> str:
+        return f'[{{"name":"f","parameters":{arguments}}}]' if choice == "required" else arguments
+
+    assert allows(plan, call('{"a":1}'))
+    assert allows(plan, call('{"a":1,"b":2}')) == bool(further)
+    assert allows(plan, call('{"a":1,"free":{"b":2}}'))
+
+
 @pytest.fixture(scope="module")
 def allows(real_tokenizer):
     """Whether a plan's constraint allows exactly this answer."""

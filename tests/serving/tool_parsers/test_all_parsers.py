@@ -144,13 +144,16 @@ def test_hostile_answers_take_linear_time(name):
     for opening, text in HOSTILE:
         if opening and is_pythonic != opening.startswith("["):
             continue
-        parser = MAKERS[name]()
-        text = "".join(parser.opens[:1]) + opening + text * (100_000 // len(text))
-        started = time.process_time()
-        parser.feed(text)
-        parser.finish()
-        slowest = max(slowest, time.process_time() - started)
-    assert slowest < 1  # seconds; something quadratic takes minutes
+        text = "".join(MAKERS[name]().opens[:1]) + opening + text * (100_000 // len(text))
+        slowest = max(slowest, min(_seconds(name, text) for _ in range(3)))  # other processes slow down even CPU time
+    assert slowest < 1  # something quadratic takes minutes
+
+
+def _seconds(name: str, text: str) -> float:
+    parser, started = MAKERS[name](), time.process_time()
+    parser.feed(text)
+    parser.finish()
+    return time.process_time() - started
 
 
 @pytest.mark.parametrize(
