@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ..generation.model_state import sampling_defaults
 from .chat_answer import AnswerReader, ChatAnswer, Choice, ReasoningCounter
 from .context import request_context, service_of
-from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .parser_choice import RequestParsers
 from .protocol.openai import ChatCompletionRequest
@@ -203,7 +203,7 @@ class _Form:
             result["prompt_token_ids"] = list(answer.prompt_token_ids)
         return result
 
-    def of_tokens(self, piece: Choice | ContentDelta | ReasoningDelta) -> dict[str, Any]:
+    def of_tokens(self, piece: Choice | TextDelta) -> dict[str, Any]:
         """What was asked for of an answer's tokens."""
         logprobs = None
         if self._wants_logprobs and piece.token_ids:

@@ -9,7 +9,16 @@ from typing import Any
 from ..generation.answer_stream import AnswerDelta, AnswerStream
 from ..generation.outputs import Logprob
 from .answer_parser import AnswerEvent, AnswerParser, ParsedReasoning
-from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, Usage
+from .events import (
+    ChatEvent,
+    ChoiceEnd,
+    ContentDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
 from .tool_parsers import ParsedArguments, ParsedCallStart, new_call_id
 
 
@@ -154,7 +163,7 @@ class AnswerReader:
 def _add(events: list[ChatEvent], event: ChatEvent | None) -> None:
     """Adds an event, or its text to the one before it, if that is of the same kind."""
     last = events[-1] if events else None
-    if isinstance(event, (ContentDelta, ReasoningDelta, ToolCallArguments)) and type(last) is type(event):
+    if isinstance(event, (TextDelta, ToolCallArguments)) and type(last) is type(event):
         # Arguments of another call come after its start.
         last.text += event.text
     elif event is not None:
@@ -163,7 +172,7 @@ def _add(events: list[ChatEvent], event: ChatEvent | None) -> None:
 
 def _attach_tokens(events: list[ChatEvent], delta: AnswerDelta) -> None:
     """Tokens travel with the first text that came with them, or alone."""
-    carrier = next((event for event in events if isinstance(event, (ContentDelta, ReasoningDelta))), None)
+    carrier = next((event for event in events if isinstance(event, TextDelta)), None)
     if carrier is None:
         carrier = ContentDelta(delta.index, "")
         events.append(carrier)

@@ -8,8 +8,8 @@ from ..generation.outputs import Logprob
 
 
 @dataclasses.dataclass(slots=True)
-class ContentDelta:
-    """More of an answer's text.
+class TextDelta:
+    """More of a text that an answer is made of.
 
     Args:
         index (`int`):
@@ -28,25 +28,16 @@ class ContentDelta:
     logprobs: list[dict[int, Logprob]] | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class ReasoningDelta:
-    """More of what the model thinks before it answers.
+class ContentDelta(TextDelta):
+    """More of the answer itself."""
 
-    Args:
-        index (`int`):
-            Which of the `n` answers.
-        text (`str`):
-            New text.
-        token_ids (`list[int]`):
-            The tokens that came with it.
-        logprobs (`list[dict[int, Logprob]]`, *optional*):
-            One entry for each of these tokens, if asked for.
-    """
+    __slots__ = ()
 
-    index: int
-    text: str
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+
+class ReasoningDelta(TextDelta):
+    """More of what the model thinks before it answers."""
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass(slots=True)
