@@ -276,6 +276,8 @@ def start(tmp_path: Path, tiny_checkpoint: Path, source: Path, target: str, *fla
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A shell's background jobs, the tests perhaps among them, are started with Ctrl-C ignored, and hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
