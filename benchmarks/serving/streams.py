@@ -111,7 +111,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, on average")
     parser.add_argument("--ramp", type=float, default=10.0, help="seconds in which a wave's requests come; 0: at once")
-    parser.add_argument("--flags", default="", help="further flags of the server, in one word")
+    # A pool that the first wave fills: a larger one takes memory as its blocks are first used, for several waves.
+    pool = "--cpu-kv-cache-gib 0.5"
+    parser.add_argument("--flags", default=pool, help="further flags of the server, in one word")
     parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     return parser.parse_args(words)
