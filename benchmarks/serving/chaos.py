@@ -20,10 +20,9 @@ from rich.table import Table
 from hf_paged.tools.bench.report import log_console, output_console, write_json
 from hf_paged.tools.packaged_model import packaged_model_path
 
-from ..cpu.driver import ROOT
 from .chaos_client import ANSWERED, DROPPED, FAILED, LOST, REFUSED, Tally
 from .chaos_scenarios import SCENARIOS, Place
-from .servers import end_servers_when_terminated
+from .servers import end_servers_when_terminated, make_parser
 
 
 def main() -> None:
@@ -54,12 +53,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         words (`Sequence[str]`, *optional*):
             Instead of the command line's.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.chaos", description=__doc__)
+    parser = make_parser("chaos", __doc__)
     parser.add_argument("--only", default=",".join(SCENARIOS), help=f"with commas between: {', '.join(SCENARIOS)}")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the mixed load")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     arguments = parser.parse_args(words)
     if set(arguments.only.split(",")) - set(SCENARIOS):
         parser.error(f"--only: there are {', '.join(SCENARIOS)}")

@@ -22,10 +22,18 @@ from hf_paged.tools.bench.report import log_console, output_console, write_json
 from hf_paged.tools.bench.workloads import mixed_lengths
 from hf_paged.tools.packaged_model import packaged_model_path
 
-from ..cpu.driver import ROOT
 from ..target import Target
 from .loads import Load, Texts, send_load, without_details
-from .servers import MAX_MODEL_LEN, OURS, Command, end_servers_when_terminated, our_command, serving, vllm_command
+from .servers import (
+    MAX_MODEL_LEN,
+    OURS,
+    Command,
+    end_servers_when_terminated,
+    make_parser,
+    our_command,
+    serving,
+    vllm_command,
+)
 
 PEERS = (OURS, "vllm", "vllm-auto")
 WARM_UP = Load("warm-up", 8)
@@ -85,13 +93,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         words (`Sequence[str]`, *optional*):
             Instead of the command line's.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.compare", description=__doc__)
+    parser = make_parser("compare", __doc__)
     parser.add_argument("--peers", default=f"{OURS},vllm", help=f"with commas between: {', '.join(PEERS)}")
     parser.add_argument("--loads", default="burst,poisson,crowd", help="with commas between")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second of the load `poisson`")
-    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     arguments = parser.parse_args(words)
     if set(arguments.peers.split(",")) - set(PEERS):
         parser.error(f"--peers: there are {', '.join(PEERS)}")

@@ -16,9 +16,8 @@ from hf_paged.cache_folder import cache_folder
 from hf_paged.tools.bench.report import log_console
 from hf_paged.tools.packaged_model import packaged_model_path
 
-from ..cpu.driver import ROOT
 from ..cpu.environments import TORCH, Environment, make_environment
-from .servers import OURS, end_servers_when_terminated, our_command, serving
+from .servers import OURS, end_servers_when_terminated, make_parser, our_command, serving
 
 ENVIRONMENT = Environment(("guidellm==0.8.1",), TORCH)
 TIMEOUT = 600.0
@@ -54,11 +53,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         words (`Sequence[str]`, *optional*):
             Instead of the command line's.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.guidellm_run", description=__doc__)
+    parser = make_parser("guidellm_run", __doc__)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--count", type=int, default=64, help="how many requests")
-    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     return parser.parse_args(words)
 
 

@@ -27,7 +27,7 @@ from hf_paged.tools.packaged_model import packaged_model_path
 from ..cpu.driver import ROOT
 from ..target import Target
 from .loads import Load, Texts, bodies_of, send, send_load, without_details
-from .servers import end_group, end_servers_when_terminated, our_command, serving
+from .servers import end_group, end_servers_when_terminated, make_parser, our_command, serving
 
 ALONE = 21
 TIMEOUT = 900.0
@@ -65,11 +65,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         words (`Sequence[str]`, *optional*):
             Instead of the command line's.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.saturation", description=__doc__)
+    parser = make_parser("saturation", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=64, help="requests at once")
-    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     return parser.parse_args(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -47,6 +48,21 @@ class Command:
     title: str
     words: tuple[str, ...]
     variables: dict[str, str]
+
+
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments that all of these scripts have.
+
+    Args:
+        name (`str`):
+            Of the module.
+        description (`str`, *optional*):
+            What it does.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.serving.{name}", description=description)
+    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
+    return parser
 
 
 def our_command(model: Path, *flags: str, threads: int | None = None) -> Command:

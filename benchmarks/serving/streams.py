@@ -23,10 +23,9 @@ from hf_paged.tools.bench.report import log_console, output_console, write_json
 from hf_paged.tools.bench.serve_arrivals import arrival_times
 from hf_paged.tools.packaged_model import packaged_model_path
 
-from ..cpu.driver import ROOT
 from ..target import Target
 from .loads import Texts, bodies_of, send, without_details
-from .servers import RunningServer, end_servers_when_terminated, our_command, serving
+from .servers import RunningServer, end_servers_when_terminated, make_parser, our_command, serving
 
 LAG = "hf_paged:event_loop_lag_seconds"
 SAMPLE_SECONDS = 0.5
@@ -106,7 +105,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         words (`Sequence[str]`, *optional*):
             Instead of the command line's.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.streams", description=__doc__)
+    parser = make_parser("streams", __doc__)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, on average")
@@ -114,8 +113,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     # A pool that the first wave fills: a larger one takes memory as its blocks are first used, for several waves.
     pool = "--cpu-kv-cache-gib 0.5"
     parser.add_argument("--flags", default=pool, help="further flags of the server, in one word")
-    parser.add_argument("--model", help="a Transformers folder; the packaged model by default")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "bench-serving", help="folder of the run")
     return parser.parse_args(words)
 
 

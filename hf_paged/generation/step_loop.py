@@ -22,11 +22,6 @@ from .weights import WeightWatch
 
 logger = logging.getLogger(__name__)
 
-# After one of these no kernel of the process runs any more, so that only another process helps.
-_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
-)
-
 
 class StepLoop:
     """Runs the steps of an engine.
@@ -181,7 +176,7 @@ class StepLoop:
     def _take_failure(self, output: SchedulerOutput, error: Exception) -> None:
         """A step has raised: it is run again, smaller or in parts, if that may help; else its requests fail."""
         is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        is_lost = isinstance(error, _DEVICE_ERRORS) and not is_out_of_memory
+        is_lost = isinstance(error, torch.AcceleratorError)  # no kernel of this process runs any more
         if is_lost:
             self.device_error = error
         retries = self._back_off if is_out_of_memory else self._run_apart
