@@ -126,7 +126,7 @@ def conversation_of(request: ChatCompletionRequest) -> Conversation:
 
 
 def _reader(service: Service, request: ChatCompletionRequest, parsers: RequestParsers) -> AnswerReader:
-    if parsers.reasoning is None and parsers.plan.make_parser() is None:
+    if parsers.reasoning is None and parsers.plan.choice == "none":
         return AnswerReader()
     reasoning = parsers.reasoning
     return AnswerReader(
