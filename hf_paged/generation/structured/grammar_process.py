@@ -3,7 +3,7 @@
 A grammar that compiles here, within a small stack, compiles in the engine's process too; one that ends this process
 (chains of thousands of rules overflow the stack of any compiler that is written recursively) ends nothing else.
 
-Messages are JSON behind their length in four bytes, on standard input and output:
+Messages are JSON, one a line, on standard input and output:
 
     {"tokenizer": id, "definition": {"json": ..., "vocab_size": ..., "eos_token_ids": [...]}}    -> {"ready": true}
     {"tokenizer": id, "kind": "json", "text": ..., "options": {...}}    -> {"grammar": ..., "num_bytes": ...}
@@ -13,24 +13,22 @@ The answer to what is wrong is {"error": ...}.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import re
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 STACK_BYTES = 2 * 2**20  # the engine's process has more
-MEMORY_BYTES = 2**30  # beyond what the process has when it is ready
 MAX_MASK_SECONDS = 0.1  # a grammar whose first mask takes longer would hold up whole batches
 MAX_TOKENIZERS = 4
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # how the library shows where something is wrong
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")  # nothing else may be escaped: `\<` is the beginning of a word
 
 
@@ -138,12 +136,27 @@ def shorten(message: str) -> str:
     """
     for mark in ("<state>", "<backtrace>", "<non-verbose/>"):
         message = message.split(mark)[0].strip()
+    message = _SOURCE_LINES.sub("", _of_expression(message))
     if "NoExtension" in message:
         message = "no answer can follow it"
     elif message.startswith("panic: assertion failed: grammar.symbols"):
         message = "it has too many symbols"
     message = " ".join(message.split())
     return message if len(message) <= 300 else message[:300] + "..."
+
+
+def _of_expression(message: str) -> str:
+    """What is wrong with a regular expression, and where, without the library's drawing of it."""
+    before, found, drawing = message.partition("regex parse error:\n    ")
+    expression, _, rest = drawing.partition("\n    ")
+    arrow, _, problem = rest.partition("\nerror: ")
+    if found and problem:
+        place = expression[len(arrow) - len(arrow.lstrip()) :]
+        return before.partition("invalid regex ")[0] + f"{problem.splitlines()[0]}, at {place[:40]!r}"
+    before, found, _ = message.partition(" (in regex): lookarounds not supported yet")
+    if found:
+        return before.partition("invalid regex ")[0] + r"`\b`, and `^` and `$` within an expression, are not supported"
+    return message
 
 
 class _Mallinfo(ctypes.Structure):
@@ -189,7 +202,6 @@ class _Server:
         while len(self._tokenizers) >= MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
         self._tokenizers[name] = make_tokenizer(definition)
-        _limit_memory()
         return {"ready": True}
 
     def _compile(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -207,65 +219,15 @@ class _Server:
         return {"grammar": grammar, "num_bytes": num_bytes}
 
 
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = used + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
-
-
-def read_message(file: IO[bytes]) -> Any:
-    """Returns the next message, or `None` at the end.
-
-    Args:
-        file (`IO[bytes]`):
-            A pipe.
-    """
-    head = _read(file, 4)
-    body = None if head is None else _read(file, struct.unpack("<I", head)[0])
-    return None if body is None else json.loads(body)
-
-
-def _read(file: IO[bytes], size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = file.read(size)  # of a file without a buffer perhaps not all
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def write_message(file: IO[bytes], message: Any) -> None:
-    """Sends a message.
-
-    Args:
-        file (`IO[bytes]`):
-            A pipe.
-        message (`Any`):
-            Of JSON values.
-    """
-    body = json.dumps(message).encode()
-    left = memoryview(struct.pack("<I", len(body)) + body)
-    while left:
-        left = left[file.write(left) :]
-    file.flush()
-
-
 def main() -> None:
     """Answers messages until there are no more."""
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # whatever a library prints is no answer
     server = _Server()
 
     def serve() -> None:
-        while (message := read_message(sys.stdin.buffer)) is not None:
-            write_message(answers, server.answer(message))
+        for line in sys.stdin.buffer:
+            print(json.dumps(server.answer(json.loads(line))), file=answers, flush=True)
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=serve)
