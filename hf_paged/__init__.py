@@ -84,6 +84,11 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     module = _EXPORTS.get(name)
+    if name == "GuidedDecodingParams":  # an ImportError, for code that tries one name of vLLM after the other
+        raise ImportError(
+            f"cannot import name {name!r} from {__name__!r}: it is vLLM's older name of StructuredOutputsParams, which "
+            "`SamplingParams(structured_outputs=...)` takes."
+        )
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     loaded = importlib.import_module(module, __name__)

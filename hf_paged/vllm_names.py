@@ -35,6 +35,23 @@ _UNBUILT = {
     "tool_parser_plugin": "tool parsers of one's own",
     "tool_server": "tools that the server calls",
 }
+# Names that vLLM no longer has, or has no need of here -> what to do instead.
+FORMER = {
+    "enable_reasoning": "`--reasoning-parser NAME` alone turns reasoning on",
+    "guided_decoding_backend": "structured output always runs on llguidance; leave it out",
+    "structured_outputs_config": "structured output always runs on llguidance; leave it out",
+    "guided_decoding_disable_any_whitespace": "JSON is always written without free white space; leave it out",
+    "kv_cache_memory_bytes": "`--num-blocks` or `--cpu-kv-cache-gib` sizes the pool",
+    "max_cpu_loras": "an adapter per request is not built yet",
+    "max_lora_rank": "an adapter per request is not built yet",
+    "max_loras": "an adapter per request is not built yet",
+    "max_context_len_to_capture": "`--cuda-graph-sizes` says what is captured",
+    "model_impl": "models are always Transformers' own; leave it out",
+    "num_lookahead_slots": "speculative decoding is not built yet",
+    "num_scheduler_steps": "`--async-scheduling` puts a step together while the one before runs",
+    "num_speculative_tokens": "speculative decoding is not built yet",
+    "hf_token": "set HF_TOKEN, or run `hf auth login`",
+}
 _OFF: tuple = (None, False, 0, 1, "auto", "generate", {})  # True equals 1, so it is looked at apart
 # Name -> the values with which it asks for nothing that the engine does not do anyway; None stands for any.
 _HARMLESS: dict[str, tuple | None] = {
@@ -89,12 +106,14 @@ def names_of_vllm() -> list[str]:
     return sorted({*_UNBUILT, *_HARMLESS})
 
 
-def take_vllm_names(kwargs: dict[str, Any]) -> None:
+def take_vllm_names(kwargs: dict[str, Any], shown: Callable[[str], str] = "`{}`".format) -> None:
     """Takes vLLM's settings out of keyword arguments: those that change nothing go, others are refused.
 
     Args:
         kwargs (`dict[str, Any]`):
             Keyword arguments; changed in place.
+        shown (`Callable[[str], str]`, *optional*):
+            How messages call a name.
 
     Raises:
         NotSupportedError: If one asks for something that is not built.
@@ -103,13 +122,16 @@ def take_vllm_names(kwargs: dict[str, Any]) -> None:
         value = kwargs[name]
         if name in _UNBUILT:
             if value is True or value not in _OFF:
-                raise NotSupportedError(f"`{name}` ({_UNBUILT[name]}) is not built yet, got {value!r}; leave it out.")
+                got = "" if value is True else f", got {value!r}"
+                raise NotSupportedError(f"{shown(name)} ({_UNBUILT[name]}) is not built yet{got}; leave it out.")
+            logger.info("%s of vLLM asks for nothing and is left aside.", shown(name))
             del kwargs[name]
         elif name in _HARMLESS:
             allowed = _HARMLESS[name]
             if allowed is not None and value not in allowed:
-                raise NotSupportedError(f"`{name}` {value!r} is not supported; leave it out.")
-            logger.info("`%s` of vLLM changes nothing here and is left aside.", name)
+                good = " or ".join(map(repr, allowed))
+                raise NotSupportedError(f"{shown(name)} {value!r} is not supported, only {good}; leave it out.")
+            logger.info("%s of vLLM changes nothing here and is left aside.", shown(name))
             del kwargs[name]
 
 

@@ -353,18 +353,3 @@ def make_group(
             for branch in range(params.n)
         ],
     )
-
-
-def with_end_of(tokenizer: Any, limits: Limits) -> Limits:
-    """Returns limits with the tokenizer's own end-of-sequence token: not every checkpoint names it twice. As in vLLM.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The request's tokenizer.
-        limits (`Limits`):
-            What a request must respect.
-    """
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if not isinstance(eos, int):
-        return limits
-    return dataclasses.replace(limits, eos_token_ids=limits.eos_token_ids | {eos})

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import DeadlineExceededError, RequestAbortedError
@@ -243,18 +244,21 @@ class AnswerStream:
         assert self.state is not None, "a stream is handed out when its request has been queued"
         return self.state
 
-    def begin(self, state: RequestState, deadline: float | None) -> None:
+    def begin(self, state: RequestState, deadline: float | None, arrived: float | None = None) -> None:
         """The request has been queued.
 
         Args:
             state (`RequestState`):
                 The request.
             deadline (`float`, *optional*):
-                Seconds from now after which it is aborted.
+                Seconds after which it is aborted.
+            arrived (`float`, *optional*):
+                When these began, by `time.monotonic()`; now by default.
         """
         self.state = state
         if deadline is not None and not self._ended:
-            self._timer = self._courier.loop.call_later(max(deadline, 0), self._expire, deadline)
+            left = deadline - (0.0 if arrived is None else time.monotonic() - arrived)
+            self._timer = self._courier.loop.call_later(max(left, 0), self._expire, deadline)
 
     def _expire(self, deadline: float) -> None:
         self.abort(DeadlineExceededError(f"The answer was not finished within {deadline:g} s, and was aborted."))

@@ -180,6 +180,7 @@ class AsyncEngine:
         extras: RequestExtras = NO_EXTRAS,
         stream: bool = True,
         deadline: float | None = None,
+        arrived: float | None = None,
     ) -> AnswerStream:
         """Queues a request; to be called in a running event loop, in which the answer is then read.
 
@@ -201,7 +202,9 @@ class AsyncEngine:
             stream (`bool`, defaults to `True`):
                 Whether deltas are read, or the whole answer only: that costs less.
             deadline (`float`, *optional*):
-                Seconds from now after which the request is aborted.
+                Seconds after which the request is aborted.
+            arrived (`float`, *optional*):
+                When these began, by `time.monotonic()`; now by default.
 
         Returns:
             `AnswerStream`: Reads the answer, and ends the request.
@@ -232,7 +235,7 @@ class AsyncEngine:
         except BaseException:
             answers.withdraw()
             raise
-        answers.begin(state, deadline)
+        answers.begin(state, deadline, arrived)
         if self.cause is not None:  # it died meanwhile, perhaps before it could see this request
             answers.fail(self._death())
         return answers

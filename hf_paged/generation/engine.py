@@ -39,7 +39,6 @@ from .admission import (
     check_prompt,
     check_room,
     make_group,
-    with_end_of,
 )
 from .answer import RequestState
 from .async_steps import AsyncStepLoop
@@ -49,7 +48,7 @@ from .live_requests import Arrival, LiveRequests, ids_of
 from .memory_probe import step_needs
 from .memory_watch import MemoryWatch
 from .model_runner import ModelRunner
-from .model_state import eos_token_ids, sampling_defaults, training_obstacle
+from .model_state import eos_token_ids, sampling_defaults, training_obstacle, with_end_of
 from .native_layers import native_layers
 from .outputs import RequestOutput
 from .plan import attention_spec, default_block_size, make_plan
@@ -200,7 +199,7 @@ class Engine(StepDriver):
         group = make_group(
             tokens,
             params,
-            with_end_of(tokenizer, self.limits),
+            dataclasses.replace(self.limits, eos_token_ids=with_end_of(tokenizer, self.limits.eos_token_ids)),
             request_id=request_id,
             priority=priority,
             extra_keys=extra_keys,

@@ -38,6 +38,19 @@ def eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset({int(value)} if isinstance(value, int) else map(int, value))
 
 
+def with_end_of(tokenizer: Any, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Returns end tokens and the tokenizer's own: not every checkpoint names it twice. As in vLLM.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The request's tokenizer.
+        eos_token_ids (`frozenset[int]`):
+            The model's.
+    """
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return eos_token_ids | {eos} if isinstance(eos, int) else eos_token_ids
+
+
 def training_obstacle(model: Any) -> str | None:
     """Returns what a model in training mode does that the engine does not, or `None`.
 

@@ -26,7 +26,7 @@ from .native_units import Inspection, Unit
 from .native_watch import ObstacleWatch, StructureWatch, TensorWatch, holders_of, is_compiled
 from .native_weights import lay_weights_side_by_side
 from .plan import EnginePlan
-from .probe import evaluating
+from .probe import evaluating, one_thread_if_small
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ class NativeLayers:
 
     def _look(self, model: torch.nn.Module) -> _Found:
         structure, obstacles = StructureWatch(model), ObstacleWatch(model)  # changes meanwhile are seen later
-        with evaluating(model):
+        logger.info("Comparing native operators with the model's own layers ...")
+        with evaluating(model), one_thread_if_small(model):
             blocked = obstacles.blocked()
             try:
                 inspection = inspect(model, *self._arguments)

@@ -21,6 +21,7 @@ from .step import ScheduledRequest, SchedulerOutput
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.2
 _MIB = 1 << 20
+_SMALL_MODEL = 1 << 30  # bytes of weights that one thread reads in a fraction of a second
 
 
 @contextlib.contextmanager
@@ -39,6 +40,29 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def one_thread_if_small(model: torch.nn.Module) -> Iterator[None]:
+    """Has one thread look at a small model on a CPU, which several would not do faster.
+
+    Where other programs keep the cores busy, each of thousands of tiny operations would wait until all of its threads
+    have got one: half a second of work has taken twenty.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if size > _SMALL_MODEL or not torch.backends.openmp.is_available():
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -106,20 +130,21 @@ def check_against_stock(
         ),
     ]
     try:
-        runner = ModelRunner(
-            model,
-            groups,
-            backend,
-            num_blocks=sum(counts),
-            block_size=block_size,
-            max_num_seqs=2,
-            max_model_len=max(counts) * block_size,
-        )
-        logits = [runner.collect(runner.launch(step)).logits for step in steps][-1]
-        stock = [
-            model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -1]
-            for tokens in (first, second)
-        ]
+        with one_thread_if_small(model):
+            runner = ModelRunner(
+                model,
+                groups,
+                backend,
+                num_blocks=sum(counts),
+                block_size=block_size,
+                max_num_seqs=2,
+                max_model_len=max(counts) * block_size,
+            )
+            logits = [runner.collect(runner.launch(step)).logits for step in steps][-1]
+            stock = [
+                model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, -1]
+                for tokens in (first, second)
+            ]
     except (NotEnoughMemoryError, torch.OutOfMemoryError):  # which say nothing about the model
         raise
     except HfPagedError as error:

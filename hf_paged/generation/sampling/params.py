@@ -104,9 +104,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = _UNSET
     allowed_token_ids: Sequence[int] | None = _UNSET
     structured_outputs: StructuredOutputsParams | None = _UNSET
+    guided_decoding: dataclasses.InitVar[Any] = None  # what older versions of vLLM called it: refused
     explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self, guided_decoding: Any):
+        if guided_decoding is not None:
+            raise InvalidRequestError(
+                "`guided_decoding` is vLLM's older name; give `structured_outputs`, a dict of the same fields or a "
+                "StructuredOutputsParams."
+            )
         set_ = object.__setattr__
         explicit = frozenset(name for name in DEFAULTS if getattr(self, name) is not _UNSET)
         for name, default in DEFAULTS.items():

@@ -39,6 +39,9 @@ class CompiledGrammar:
     start: Any
     num_bytes: int
 
+    def __repr__(self) -> str:
+        return f"CompiledGrammar({self.source.kind!r}, {self.source.text[:60]!r}, {self.num_bytes:,} bytes)"
+
 
 @dataclasses.dataclass
 class _Entry:

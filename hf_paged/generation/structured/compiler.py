@@ -16,37 +16,11 @@ from . import grammar_process, tokenizers
 from .cache import CompiledGrammar, GrammarCache
 from .params import GrammarSource
 from .proving import GrammarProcess, refusal
-from .tokenizers import GrammarTokenizer, find_tokenizer, grammar_tokenizer
+from .tokenizers import GrammarTokenizer, TokenizerSpec
 
 NUM_THREADS = 2
 STACK_BYTES = 64 * 2**20  # far more than the other process had for the same grammar
 MAX_QUEUED = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenizerSpec:
-    """A tokenizer and the model's side of it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerFast`):
-            The tokenizer.
-        vocab_size (`int`):
-            Tokens that the model's logits have.
-        eos_token_ids (`frozenset[int]`):
-            Tokens that end an answer.
-    """
-
-    tokenizer: Any
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-    def find(self) -> GrammarTokenizer | None:
-        """Returns the tokenizer for grammars, if it has been made."""
-        return find_tokenizer(self.tokenizer, self.vocab_size, self.eos_token_ids)
-
-    def make(self) -> GrammarTokenizer:
-        """Returns the tokenizer for grammars; takes a second the first time."""
-        return grammar_tokenizer(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +126,7 @@ class GrammarCompiler:
     def _do(self, job: _Job, process: GrammarProcess) -> CompiledGrammar | None:
         tokenizer = job.spec.make()
         if job.source is None:
-            process.start(tokenizer.name, tokenizer.definition)
+            process.make_ready(tokenizer.name, tokenizer.definition)
             return None
         found = self.cache.get(tokenizer, job.source)
         if found is not None:

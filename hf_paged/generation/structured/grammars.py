@@ -7,12 +7,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ...errors import EngineClosedError, EngineError, HfPagedError, InvalidRequestError
-from ..admission import with_end_of
+from ..model_state import with_end_of
 from .cache import CompiledGrammar
-from .compiler import TokenizerSpec, compile_grammar, compiler, require_llguidance
+from .compiler import compile_grammar, compiler, require_llguidance
 from .masks import GrammarMasks
 from .params import StructuredOutputsParams
-from .tokenizers import check_tokenizer
+from .tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -111,9 +111,7 @@ class Grammars:
         tokenizer = tokenizer if tokenizer is not None else engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("`structured_outputs` needs a tokenizer, and the engine was given none.")
-        check_tokenizer(tokenizer)
-        limits = with_end_of(tokenizer, engine.limits)
-        return TokenizerSpec(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        return TokenizerSpec(tokenizer, engine.limits.vocab_size, with_end_of(tokenizer, engine.limits.eos_token_ids))
 
     def prepare(self, state: RequestState) -> None:
         """Gives a new request its grammar, if that is there; else it waits until it has been compiled.

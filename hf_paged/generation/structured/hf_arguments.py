@@ -10,11 +10,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ...errors import InvalidRequestError
 from ..hf_generate import GenerateCall
-from ..model_state import eos_token_ids
-from .compiler import TokenizerSpec, compile_grammar
+from ..model_state import eos_token_ids, with_end_of
+from .compiler import compile_grammar
 from .logits_processor import GrammarLogitsProcessor
 from .params import StructuredOutputsParams
-from .tokenizers import check_tokenizer
+from .tokenizers import TokenizerSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,8 @@ class StructuredArguments:
             NotSupportedError: If nothing ends an answer.
         """
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        known = {*eos_token_ids(model), getattr(self.tokenizer, "eos_token_id", None)}  # as the engine has it
-        eos = frozenset(token for token in known if isinstance(token, int))
-        check_tokenizer(self.tokenizer)
-        grammar = compile_grammar(self.params.source, TokenizerSpec(self.tokenizer, vocab_size, eos)).result()
+        spec = TokenizerSpec(self.tokenizer, vocab_size, with_end_of(self.tokenizer, eos_token_ids(model)))
+        grammar = compile_grammar(self.params.source, spec).result()
         ends = next(
             (end for end in (kwargs.get("eos_token_id"), getattr(config, "eos_token_id", None)) if end is not None),
             eos_token_ids(model),

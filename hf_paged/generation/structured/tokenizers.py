@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from ...errors import InvalidRequestError, NotSupportedError
@@ -30,8 +29,8 @@ class GrammarTokenizer:
     """
 
     name: str
-    definition: dict[str, Any]
-    library: Any
+    definition: dict[str, Any] = dataclasses.field(repr=False)  # megabytes
+    library: Any = dataclasses.field(repr=False)
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -44,43 +43,50 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple, GrammarTokenizer]] = weakref.W
 _lock = threading.Lock()
 
 
-def find_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarTokenizer | None:
-    """Returns a tokenizer for grammars that has been made already.
+@dataclasses.dataclass(frozen=True)
+class TokenizerSpec:
+    """A tokenizer and the model's side of it.
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`):
-            A tokenizer.
+            The tokenizer.
         vocab_size (`int`):
             Tokens that the model's logits have.
-        eos_token_ids (`Iterable[int]`):
-            Tokens that end an answer.
-    """
-    return _made.get(tokenizer, {}).get(_key(tokenizer, vocab_size, eos_token_ids))
-
-
-def grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarTokenizer:
-    """Returns a tokenizer for grammars; the first time takes a second.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerFast`):
-            A tokenizer.
-        vocab_size (`int`):
-            Tokens that the model's logits have.
-        eos_token_ids (`Iterable[int]`):
+        eos_token_ids (`frozenset[int]`):
             Tokens that end an answer.
 
     Raises:
-        NotSupportedError: If it is not of the tokenizers library.
-        InvalidRequestError: If the grammar library cannot use it.
+        NotSupportedError: If the tokenizer is not of the tokenizers library.
     """
-    check_tokenizer(tokenizer)
-    key = _key(tokenizer, vocab_size, eos_token_ids)
-    with _lock:
-        found = _made.setdefault(tokenizer, {}).get(key)
-        if found is None:
-            found = _make(tokenizer.backend_tokenizer, max(vocab_size, len(tokenizer)), key[-1])
-            _made[tokenizer][key] = found
-        return found
+
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        check_tokenizer(self.tokenizer)
+
+    def find(self) -> GrammarTokenizer | None:
+        """Returns the tokenizer for grammars, if it has been made."""
+        return _made.get(self.tokenizer, {}).get(self._key())
+
+    def make(self) -> GrammarTokenizer:
+        """Returns the tokenizer for grammars; takes a second the first time.
+
+        Raises:
+            InvalidRequestError: If the grammar library cannot use it.
+        """
+        tokenizer, key = self.tokenizer, self._key()
+        with _lock:
+            found = _made.setdefault(tokenizer, {}).get(key)
+            if found is None:
+                found = _make(tokenizer.backend_tokenizer, max(self.vocab_size, len(tokenizer)), key[-1])
+                _made[tokenizer][key] = found
+            return found
+
+    def _key(self) -> tuple[int, int, tuple[int, ...]]:
+        ends = tuple(sorted(token for token in self.eos_token_ids if 0 <= token < self.vocab_size))
+        return len(self.tokenizer), self.vocab_size, ends
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -98,10 +104,6 @@ def check_tokenizer(tokenizer: Any) -> None:
             f"`structured_outputs` needs a fast tokenizer (of the tokenizers library), and {type(tokenizer).__name__} "
             "is none; load it with `AutoTokenizer.from_pretrained(name, use_fast=True)`."
         )
-
-
-def _key(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> tuple[int, int, tuple[int, ...]]:
-    return len(tokenizer), vocab_size, tuple(sorted(token for token in eos_token_ids if 0 <= token < vocab_size))
 
 
 def _make(backend: Any, vocab_size: int, eos: tuple[int, ...]) -> GrammarTokenizer:

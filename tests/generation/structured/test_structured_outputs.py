@@ -320,6 +320,38 @@ def test_malformed_forms_are_refused_when_they_are_made(structured, reason):
         SamplingParams(structured_outputs=structured)
 
 
+def test_older_names_of_vllm_are_refused_with_a_word_about_the_new_ones():
+    with pytest.raises(InvalidRequestError, match="give `structured_outputs`"):
+        SamplingParams(guided_decoding={"regex": "a"})
+    assert SamplingParams(guided_decoding=None) == SamplingParams()
+    with pytest.raises(ImportError, match="StructuredOutputsParams"):
+        from hf_paged import GuidedDecodingParams  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("structured", "said"),
+    [
+        ({"regex": "(("}, "`structured_outputs.regex` '((' is refused: unclosed group, at '('."),
+        ({"regex": r"(a)/\1"}, r"is refused: backreferences are not supported, at '\\1'."),
+        ({"regex": r"\bfoo"}, r"is refused: `\b`, and `^` and `$` within an expression, are not supported."),
+        ({"json": {"type": "string", "pattern": "a(?=b)"}}, "is not supported, at '(?=b)'."),
+        ({"grammar": "start: /((/"}, "is refused: at 1(8): unclosed group, at '('."),
+        ({"grammar": "start: foo"}, """is refused: at 1(8): unknown name: "foo"."""),
+    ],
+)
+def test_an_error_says_what_is_wrong_and_where_without_internals(llm, structured, said):
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.engine.grammars.compile(structured)
+    assert str(caught.value).endswith(said)
+
+
+def test_a_compiled_grammar_is_shown_in_a_line(llm):
+    shown = repr(llm.engine.grammars.compile({"regex": "abc" * 100}))
+    assert shown.startswith("CompiledGrammar('regex', 'abcabc") and len(shown) < 120
+    tokenizer = repr(llm.engine.grammars.compile(DIGITS).tokenizer)
+    assert tokenizer.startswith("GrammarTokenizer(") and len(tokenizer) < 120
+
+
 @pytest.mark.parametrize(
     "structured",
     [
