@@ -349,7 +349,7 @@ def broken_step(place: Place) -> Tally:
 
 
 def broken_request(place: Place) -> Tally:
-    """The model raises whenever it sees a certain token, from its eleventh forward on: two of sixteen requests have it.
+    """The model raises whenever it sees a certain token: two of sixteen requests have it.
 
     Args:
         place (`Place`):
@@ -370,7 +370,7 @@ def broken_request(place: Place) -> Tally:
         tally.expect(all(o.kind == ANSWERED for o in innocent), "the others are answered")
 
     def break_on_mark(number: int, kwargs: dict[str, Any]) -> None:
-        if number > 11 and bool((kwargs["input_ids"] == MARK).any()):
+        if bool((kwargs["input_ids"] == MARK).any()):
             raise RuntimeError("this token again")
 
     with in_process(place, break_on_mark) as server:
@@ -439,7 +439,10 @@ def mixed(place: Place) -> Tally:
             while time.monotonic() < end:
                 path, asked = random_request(source, OURS)
                 leave = source.randint(1, 4) if asked.get("stream") and source.random() < 0.2 else None
-                outcome = await ask(client, path, asked, timeout=120.0, drop_after=leave)
+                # Whoever gives way to all others may have to wait until there are none.
+                gives_way = isinstance(asked.get("priority"), int) and asked["priority"] > 0
+                wait = 120.0 + (end - time.monotonic() if gives_way else 0.0)
+                outcome = await ask(client, path, asked, timeout=wait, drop_after=leave)
                 tally.add(outcome)
                 if outcome.kind in (LOST, "failed"):
                     tally.problems.append(f"{path} {json.dumps(asked)[:600]}: {outcome.detail[:300]}")

@@ -59,15 +59,18 @@ for _name, _help in BENCHMARK_HELP.items():
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def serve(context: typer.Context) -> None:
     """Load for a running server, ours or any that speaks OpenAI's API; flags as of `vllm bench serve`."""
+    from ..serving.process_list import hide
     from ..tools.bench.report import log_console, output_console
-    from ..tools.bench.serve import print_result, result_path, run_serve_benchmark
+    from ..tools.bench.serve import print_result, run_serve_benchmark, write_files
     from ..tools.bench.serve_settings import parse_settings
 
     settings = parse_settings(context.args)
+    if settings.api_key:
+        hide([settings.api_key])
     run = run_serve_benchmark(settings)
-    print_result(output_console(), run.result, settings.metric_percentiles)
-    written = [str(path) for path in (result_path(settings, run.result), settings.plot) if path is not None]
+    print_result(output_console(), run.result, settings.metric_percentiles)  # first: a file may not be writable
+    written = write_files(settings, run)
     if written:
-        log_console().print(f"written: {', '.join(written)}", highlight=False, markup=False)
+        log_console().print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)
     if not run.result["completed"]:
         raise typer.Exit(1)

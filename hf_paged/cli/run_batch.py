@@ -29,8 +29,11 @@ def run_batch(
     """Answer a file of requests without a server: hf-paged run-batch -i IN -o OUT MODEL.
 
     Flags of the model, the engine and the chat are those of hf-paged serve. Lines may ask for /v1/chat/completions,
-    /v1/completions, /v1/responses or /v1/messages; answers come in their order. A line that fails gets an entry that
-    says why and the others go on: the exit code is 0 if every line has an entry, and the summary counts the failed.
+    /v1/completions, /v1/responses or /v1/messages; answers come in their order. A line's `model` is left out, or is
+    MODEL as it stands here (or a --served-model-name): any other is that line's error.
+
+    A line that fails gets an entry that says why, and the others go on. The summary counts errors by their code. The
+    exit code is 0 unless no line at all was answered, which is 1.
     """
     from ..serving.command_line import UsageError, parse_settings
     from ..tools.run_batch import run_batch as run
@@ -46,3 +49,5 @@ def run_batch(
     summary = run(settings, input_file, output_file, overwrite=overwrite, max_in_flight=max_in_flight)
     text = json_format.dumps(dataclasses.asdict(summary)) if json else summary.describe()
     typer.echo(text, err=output_file == "-")
+    if summary.failed and not summary.succeeded:
+        raise typer.Exit(1)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, StringConstraints, ValidationError
 from ..serving.errors import ApiError
 from ..serving.protocol.common import shortened
 
+_MAX_MESSAGE = 300  # characters of an error in the summary
 _WAITING_ANSWERS = 8  # times as many lines as are in flight may wait for an answer before them
 
 # Takes a URL and a body; gives a status, the request's id and a body.
@@ -56,6 +57,8 @@ class BatchSummary:
             Of the answered lines.
         seconds (`float`, defaults to 0.0):
             From the first line to the last answer.
+        errors (`dict[str, dict[str, Any]]`, defaults to `{}`):
+            Why lines failed: by the error's code, the `count` and the first `message`.
     """
 
     total: int = 0
@@ -64,6 +67,7 @@ class BatchSummary:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
+    errors: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def count(self, entry: dict[str, Any]) -> None:
         """Counts an answer.
@@ -75,6 +79,11 @@ class BatchSummary:
         self.total += 1
         if entry["error"] is not None:
             self.failed += 1
+            message = str(entry["error"]["message"])
+            error = self.errors.setdefault(
+                entry["error"]["code"] or "unknown", {"count": 0, "message": message[:_MAX_MESSAGE]}
+            )
+            error["count"] += 1
             return
         self.succeeded += 1
         usage = entry["response"]["body"].get("usage") or {}
@@ -82,11 +91,15 @@ class BatchSummary:
         self.completion_tokens += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)
 
     def describe(self) -> str:
-        """Returns the summary in a line."""
+        """Returns the summary in a line, and one for each kind of error."""
         speed = f", {self.completion_tokens / self.seconds:.0f} tokens/s" if self.seconds else ""
-        return (
-            f"{self.total} requests in {self.seconds:.1f} s: {self.succeeded} answered, {self.failed} failed; "
-            f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} generated{speed}"
+        errors = sorted(self.errors.items(), key=lambda item: -item[1]["count"])
+        return "\n".join(
+            [
+                f"{self.total} requests in {self.seconds:.1f} s: {self.succeeded} answered, {self.failed} failed; "
+                f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} generated{speed}",
+                *(f"failed: {error['count']} x {code}, first: {error['message']}" for code, error in errors),
+            ]
         )
 
 
@@ -186,6 +199,10 @@ class Batch:
         if line.body.get("stream"):
             message = f"Line {number}: `body.stream` is not possible in a batch; leave it out."
             raise ApiError(400, message, code="invalid_line")
+        try:
+            orjson.dumps(line.body)
+        except TypeError:  # not all that can be read can be written
+            raise ApiError(400, f"Line {number}: `body` is nested too deep.", code="invalid_json") from None
         return line
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,7 +20,7 @@ from .bench.baseline_process import StockTransformers
 from .bench.baselines import BUDGET_SECONDS, BaselineResult
 from .bench.comparison import METHOD_TITLES, OURS
 from .bench.engine_run import EngineRun, load_paged_model, run_workload, warm_up
-from .bench.machine import machine_info, measure_bandwidth
+from .bench.machine import load_average, machine_info, measure_bandwidth
 from .bench.report import (
     Column,
     Report,
@@ -42,6 +43,7 @@ POOL_GIB = 1.0
 # What all of it should take on two slow cores; the baselines get what is left, at most `BUDGET_SECONDS` each.
 TOTAL_SECONDS = 165.0
 LEAST_BUDGET_SECONDS = 15.0
+LEAST_SHARE = 0.05  # of its tokens; a row for which fewer were measured is marked
 
 COLUMNS = (
     Column("system", "system"),
@@ -75,12 +77,14 @@ def run_demo(model: str | None = None, json_file: Path | None = None, count: int
     questions, workload = demo_workload(tokenizer, count)
     say(f"loading {path}")
     begin = time.perf_counter()
+    loads: list[float] = []
     run, answers = _run_ours(path, TextTokens.from_tokenizer(tokenizer), workload, log)
+    loads.append(load_average())
     out.print(f"{OURS} answered {len(workload)} prompts. {NUM_ANSWERS} of the answers:\n", highlight=False)
     for question, answer in _choose_answers(questions, answers, tokenizer):
         out.print(f"[bold]> {_escape(question)}[/bold]\n{_escape(answer)}\n", highlight=False)
-    results = _run_stock(path, workload, begin + TOTAL_SECONDS, say)
-    report = make_report(workload, run, results)
+    results = _run_stock(path, workload, begin + TOTAL_SECONDS, say, loads)
+    report = make_report(workload, run, results, max(loads))
     report.print(out)
     if json_file is not None:
         write_json(json_file, summary(report) | {"model": path} | report.to_dict())
@@ -104,7 +108,7 @@ def demo_workload(tokenizer: Any, count: int = NUM_REQUESTS, seed: int = DEFAULT
     return questions, Workload("demo", [_prompt_tokens(tokenizer, question) for question in questions], lengths)
 
 
-def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult]) -> Report:
+def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult], load: float = 0.0) -> Report:
     """Returns the table: a row for each way of running the workload.
 
     Args:
@@ -114,25 +118,39 @@ def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult
             How the paged engine did.
         results (`list[BaselineResult]`):
             How stock Transformers did, by each of its methods.
+        load (`float`, defaults to 0.0):
+            The machine's load average meanwhile, at its highest.
     """
     ours = {name: value for name, value in dataclasses.asdict(run).items() if name != "stats"}
     rows: list[dict[str, Any]] = [
-        {"system": METHOD_TITLES[result.method], **dataclasses.asdict(result)}
+        {"system": METHOD_TITLES[result.method] + (" *" if result.measured_share < LEAST_SHARE else "")}
+        | dataclasses.asdict(result)
         | {"speedup": run.output_tokens_per_s / result.output_tokens_per_s}
         for result in results
     ]
     rows.append({"system": OURS, **ours, "speedup": None})
     notes = [
-        f"{row['system']}: measured {row['how']} in {row['measured_seconds']:.0f} s, extrapolated to all"
+        f"{row['system']}: {row['how']} in {row['measured_seconds']:.0f} s, the rest is extrapolated"
         for row in rows
         if row.get("extrapolated")
     ]
+    if any(result.measured_share < LEAST_SHARE for result in results):
+        notes.append(
+            f"* measured on less than {100 * LEAST_SHARE:.0f} % of its tokens: rough, and may be wrong either way"
+        )
+    num_threads = torch.get_num_threads()
+    if load > num_threads + 1:
+        notes.append(
+            f"load average {load:.1f} on {psutil.cpu_count()} processors, of which this is about {num_threads}: other "
+            "processes ran beside it, and rows were not measured under the same conditions"
+        )
     machine, bandwidth = machine_info(), measure_bandwidth()
     notes.append(f"{machine.describe()}; {bandwidth.describe()}")
     details = {
         "workload": workload.describe(),
         "machine": dataclasses.asdict(machine),
         "bandwidth": bandwidth.to_dict(),
+        "load_average": load,
         "engine": dataclasses.asdict(run.stats),
     }
     title = f"{workload.describe()}; the same for every row, greedy, end-of-sequence tokens ignored"
@@ -165,7 +183,9 @@ def _run_ours(path: str, text: TextTokens, workload: Workload, log: Console) -> 
         model.engine.close()
 
 
-def _run_stock(path: str, workload: Workload, deadline: float, say: Callable[[str], None]) -> list[BaselineResult]:
+def _run_stock(
+    path: str, workload: Workload, deadline: float, say: Callable[[str], None], loads: list[float]
+) -> list[BaselineResult]:
     say("loading stock Transformers in a process of its own")
     results: list[BaselineResult] = []
     methods = (("one_by_one", SAMPLE_ONE_BY_ONE), ("static_batch", None), ("generate_batch", None))
@@ -176,6 +196,7 @@ def _run_stock(path: str, workload: Workload, deadline: float, say: Callable[[st
             budget = min(BUDGET_SECONDS, max(LEAST_BUDGET_SECONDS, share))
             say(f"{METHOD_TITLES[method]} (stops after {budget:.0f} s)")
             results.append(stock.measure(method, workload, budget=budget, sample=sample))
+            loads.append(load_average())
     return results
 
 

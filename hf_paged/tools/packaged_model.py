@@ -9,6 +9,8 @@ ordinary Transformers folder, which every later run, other process and other too
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -18,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,7 +69,7 @@ def packaged_model_path() -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(
-            "Reading the packaged model needs the package `gguf`: pip install 'hf-paged[quantization]'."
+            "Reading the packaged model, once, needs the small package `gguf`: pip install gguf."
         )
     from filelock import FileLock
 
@@ -162,12 +165,8 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
-    from transformers.utils import logging as transformers_logging
 
-    bars = transformers_logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
+    with _bars_on_terminals():
         model = AutoModelForCausalLM.from_pretrained(
             gguf_file.parent,
             gguf_file=gguf_file.name,
@@ -180,12 +179,30 @@ def _convert(gguf_file: Path, folder: Path) -> None:
         model.config.__dict__.pop("_model_name_or_path", None)
         model.generation_config = GenerationConfig(**special)
         model.save_pretrained(folder)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     _name_tokenizer_class(folder / "tokenizer_config.json")
+
+
+@contextlib.contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Hides Transformers' progress bars elsewhere, that of its GGUF reader too, which its own switch does not reach."""
+    from tqdm.std import tqdm
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging as transformers_logging
+
+    if sys.stderr.isatty():
+        yield
+        return
+    bars, bar = transformers_logging.is_progress_bar_enabled(), getattr(reader, "tqdm", None)
+    transformers_logging.disable_progress_bar()
+    reader.tqdm = functools.partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _read_tokenizer(gguf_file: Path) -> PreTrainedTokenizerBase:

@@ -37,7 +37,7 @@ def test_bytes_per_token_are_measured(stock):
 @pytest.mark.parametrize("method", baselines.METHODS)
 def test_every_method_generates_all_tokens(stock, method: str):
     result = baselines.METHODS[method](stock, WORKLOAD, 60.0, len(WORKLOAD))
-    assert not result.extrapolated
+    assert not result.extrapolated and result.measured_share == 1
     assert result.seconds == pytest.approx(result.measured_seconds)
     assert result.output_tokens_per_s == pytest.approx(WORKLOAD.num_output_tokens / result.measured_seconds)
     assert 0 <= result.kv_waste < 1
@@ -64,7 +64,7 @@ def test_a_sample_is_extrapolated(stock):
 def test_the_budget_ends_a_measurement(stock, method: str):
     endless = Workload("test", [[5, 6, 7, 8]] * 2, [4000, 4000])
     result = baselines.METHODS[method](stock, endless, 0.3, 2)
-    assert result.extrapolated
+    assert result.extrapolated and 0 < result.measured_share < 0.3
     assert result.measured_seconds < 0.3 * result.seconds
     assert result.output_tokens_per_s == pytest.approx(8000 / result.seconds)
 

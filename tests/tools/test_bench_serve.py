@@ -17,9 +17,9 @@ import pytest
 from fastapi import FastAPI
 
 from hf_paged.cli import main
-from hf_paged.errors import ConfigurationError
-from hf_paged.tools.bench import serve_statistics
-from hf_paged.tools.bench.serve import ServerNotReadyError, run_serve_benchmark
+from hf_paged.errors import ConfigurationError, MissingDependencyError
+from hf_paged.tools.bench import serve, serve_statistics
+from hf_paged.tools.bench.serve import ServerNotReadyError, run_serve_benchmark, write_files
 from hf_paged.tools.bench.serve_arrivals import arrival_times
 from hf_paged.tools.bench.serve_client import ConnectionLostError, HttpClient
 from hf_paged.tools.bench.serve_dataset import make_requests
@@ -203,6 +203,13 @@ def test_only_chunks_that_carry_something_are_tokens():
     assert record.error_kind == "bad event" and not record.succeeded
 
 
+@pytest.mark.parametrize("event", ["5", "[]", '{"choices": [null]}', '{"usage": [1]}', '{"choices": [{"text": 5}]}'])
+def test_events_that_are_no_chunks_are_failures_of_their_request(event):
+    record = RequestRecord()
+    StreamRecorder(record).feed(f"data: {event}\n\ndata: [DONE]\n\n".encode(), 1.0)
+    assert record.error_kind == "bad event" and record.error == event and not record.texts
+
+
 def made(start: float, *arrivals: float, tokens: int | None = None) -> RequestRecord:
     return RequestRecord(
         planned=start, start=start, arrivals=list(arrivals), end=arrivals[-1], output_tokens=tokens, is_complete=True
@@ -324,7 +331,8 @@ def test_values_that_make_no_sense_are_named(words):
 def test_words_that_are_none_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         parse_settings(words.split())
-    assert words.split()[0] in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert words.split()[0] in shown and shown.count("\n") == 2
 
 
 def test_header_with_a_line_break_is_refused():
@@ -340,6 +348,24 @@ def test_server_that_is_not_there_or_refuses():
         run_serve_benchmark(parse_settings(common))
     with pytest.raises(ServerNotReadyError, match="no connection"):
         run_serve_benchmark(parse_settings([*common, "--model", "m"]))
+
+
+def test_server_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(serve, "SHORTEST_WAIT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        words = ["--port", str(listener.getsockname()[1]), "--ready-check-timeout-sec", "0.1", "--disable-tqdm"]
+        words += ["--dataset-name", "packaged"]
+        with pytest.raises(ServerNotReadyError, match="TimeoutError"):
+            run_serve_benchmark(parse_settings(words))
+        with pytest.raises(ServerNotReadyError, match=r"timeout: no end within 0\.1 s"):
+            run_serve_benchmark(parse_settings([*words, "--model", "m"]))
+
+
+@pytest.mark.parametrize("answer", ["[]", '{"data": ["m"]}', '{"data": []}', "5"])
+def test_list_of_models_that_is_none_is_told(answer):
+    url = answer_once(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
+    with pytest.raises(ServerNotReadyError, match="No model is known"):
+        run_serve_benchmark(parse_settings(["--base-url", url, "--ready-check-timeout-sec", "0.1"]))
 
 
 def test_server_that_starts_meanwhile_is_waited_for():
@@ -381,9 +407,74 @@ def test_command_line_writes_files(mock, tmp_path, capsys):
 
 
 def test_details_and_names_of_files(mock, tmp_path):
-    run(mock, "--num-prompts", "2", "--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--label", "x")
-    (path,) = tmp_path.iterdir()
-    assert path.name.startswith("x-infqps-mock-") and len(json.loads(path.read_text())["ttfts"]) == 2
+    found = run(mock, "--num-prompts", "2")
+    words = ["--result-dir", str(tmp_path), "--label", "x", "--plot"]
+    (plot,) = write_files(parse_settings(words), found)
+    assert plot.parent == tmp_path and plot.name.startswith("x-infqps-mock-") and plot.suffix == ".png"
+    saved, plot = write_files(parse_settings([*words, "--save-result", "--save-detailed"]), found)
+    assert saved.name.startswith("x-infqps-mock-") and len(json.loads(saved.read_text())["ttfts"]) == 2
+    assert plot == saved.with_suffix(".png") and plot.exists()
+    assert write_files(parse_settings([*words, "--save-result", "a.json"]), found)[1] == tmp_path / "a.png"
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_sent(mock, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"hf-paged\[bench\]"):
+        run(mock, "--num-prompts", "1", "--plot", "a.png")
+    assert not mock.bodies
+
+
+def test_figures_are_printed_before_a_file_that_cannot_be_written(mock, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ["--base-url", mock.url, "--dataset-name", "packaged", "--num-prompts", "1", "--output-len", "2"]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", *words, "--disable-tqdm", "--save-result", str(tmp_path / "file" / "result.json")])
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and "1 of 1" in shown.out and "Error" in shown.err
+
+
+def test_key_is_the_first_that_is_named(mock, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("HF_PAGED_API_KEY", "third")
+    assert parse_settings([]).key == "third"
+    monkeypatch.setenv("OPENAI_API_KEY", "second")
+    assert parse_settings([]).key == "second"
+    settings = parse_settings(["--api-key", "first"])
+    assert settings.key == "first" and "first" not in repr(settings)
+    run(mock, "--num-prompts", "1", "--api-key", "first")
+    assert mock.headers[-1]["authorization"] == "Bearer first"
+
+
+def test_key_on_the_command_line_is_painted_over(mock, monkeypatch):
+    hidden = []
+    monkeypatch.setattr("hf_paged.serving.process_list.hide", hidden.append)
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--base-url", mock.url, "--dataset-name", "packaged", "--num-prompts", "1",
+              "--disable-tqdm", "--api-key", "sesame"])  # fmt: skip
+    assert hidden == [["sesame"]]
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "m"]])
+def test_server_that_wants_a_key_is_told_apart_from_one_that_is_not_ready(monkeypatch, model):
+    for name in ("OPENAI_API_KEY", "HF_PAGED_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def refuse(request, call_next):
+        from fastapi.responses import JSONResponse
+
+        return JSONResponse({"error": {"message": "no"}}, 401)
+
+    with running(app) as url:
+        words = ["--base-url", url, "--dataset-name", "packaged", *model]
+        with pytest.raises(ServerNotReadyError, match="needs a key, and none was given; the first of `--api-key`"):
+            run_serve_benchmark(parse_settings(words))
+        monkeypatch.setenv("HF_PAGED_API_KEY", "wrong")
+        with pytest.raises(ServerNotReadyError, match="the key of HF_PAGED_API_KEY is none of its keys"):
+            run_serve_benchmark(parse_settings(words))
+        with pytest.raises(ServerNotReadyError, match="the key of `--header` is none"):
+            run_serve_benchmark(parse_settings([*words, "--header", "Authorization=Bearer x"]))
 
 
 def test_nobody_answered_is_a_failure_of_the_command(mock, tmp_path, monkeypatch):

@@ -10,11 +10,16 @@ import torch
 
 from hf_paged.configuration import PagedConfig
 from hf_paged.errors import ConfigurationError, InvalidRequestError, UnknownNameError
+from hf_paged.generation.stats import EngineStats
 from hf_paged.tools.bench import BENCHMARK_HELP
 from hf_paged.tools.bench import session as session_module
+from hf_paged.tools.bench.baselines import BaselineResult
+from hf_paged.tools.bench.engine_run import EngineRun
+from hf_paged.tools.bench.machine import Bandwidth
 from hf_paged.tools.bench.report import Column, Report, median_row, output_console, percent
 from hf_paged.tools.bench.session import BenchOptions, run_benchmark
-from hf_paged.tools.demo import run_demo
+from hf_paged.tools.bench.workloads import Workload
+from hf_paged.tools.demo import make_report, run_demo
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +98,40 @@ def test_the_demo_shows_answers_and_a_table(tiny_checkpoint: Path, tmp_path: Pat
     assert 0 <= figures["kv_waste_percent"] < 50
     assert figures["bandwidth"]["ordinary_pages"] > 0
     assert torch.get_num_threads() == figures["machine"]["num_threads"]
+
+
+@pytest.fixture
+def bandwidth(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hf_paged.tools.demo.measure_bandwidth", lambda: Bandwidth(1e9, None))
+
+
+def made_report(load: float, **measured: object) -> Report:
+    memory = {"kv_bytes_held": 1, "kv_bytes_used": 1, "kv_waste": 0.0}
+    slow = BaselineResult(
+        "one_by_one", 1.1, 4.0, 40.0, how="46 of 4,961 tokens", **memory, **{"extrapolated": True, **measured}
+    )
+    whole = BaselineResult("static_batch", 9.0, 4.0, 4.0, False, "all", **memory)
+    ours = EngineRun(99.0, 1.0, 0.1, 0.1, **memory, kv_bytes_pool=1, huge_page_bytes=None, resident_bytes=None,
+                     stats=EngineStats())  # fmt: skip
+    return make_report(Workload("demo", [[1]], [2]), ours, [slow, whole], load)
+
+
+def test_the_demo_marks_rows_that_say_little(bandwidth: None):
+    report = made_report(0.0, measured_share=0.01)
+    assert [row["system"] for row in report.rows] == [
+        "Transformers, one by one *", "Transformers, static padded batch", "hf_paged"
+    ]  # fmt: skip
+    assert report.notes[0] == "Transformers, one by one *: 46 of 4,961 tokens in 40 s, the rest is extrapolated"
+    assert report.notes[1].startswith("* measured on less than 5 %") and len(report.notes) == 3
+    report = made_report(0.0, measured_share=0.1)
+    assert "*" not in "".join(report.notes) + report.rows[0]["system"]
+
+
+def test_the_demo_says_when_others_use_the_machine(bandwidth: None):
+    threads = torch.get_num_threads()
+    report = made_report(threads + 5.0, extrapolated=False)
+    assert report.notes[0].startswith(f"load average {threads + 5}.0 on ") and report.details["load_average"] > threads
+    assert not any("load average" in note for note in made_report(threads + 0.5, extrapolated=False).notes)
 
 
 def test_a_table_leaves_out_columns_without_values(capsys: pytest.CaptureFixture[str]):

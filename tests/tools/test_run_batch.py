@@ -98,6 +98,7 @@ def test_no_more_lines_are_in_flight_or_read_than_were_allowed():
     ("bad", "code", "message"),
     [
         (b"{oops\n", "invalid_json", "Line 2 is not JSON"),
+        (line("b", x=json.loads("[" * 300 + "]" * 300)), "invalid_json", "Line 2: `body` is nested too deep"),
         (b"\xff\xfe\n", "invalid_json", "Line 2 is not JSON"),
         (b"[]\n", "invalid_line", "JSON object"),
         (b'"text"\n', "invalid_line", "JSON object"),
@@ -118,6 +119,16 @@ def test_a_bad_line_gets_an_entry_and_the_others_are_answered(bad, code, message
     assert entries[1]["error"]["code"] == code
     assert message in entries[1]["error"]["message"]
     assert (summary.succeeded, summary.failed) == (2, 1)
+
+
+def test_the_summary_says_what_failed():
+    lines = [line("a", status=404), line("b"), b"{oops\n", line("c", status=404)]
+    _, summary = run(lines)
+    assert summary.errors["bad"] == {"count": 2, "message": "no"} and summary.errors["invalid_json"]["count"] == 1
+    first, *kinds = summary.describe().splitlines()
+    assert "1 answered, 3 failed" in first
+    assert kinds[0] == "failed: 2 x bad, first: no" and kinds[1].startswith("failed: 1 x invalid_json, first: Line 3")
+    assert "\n" not in run([line("a")])[1].describe()
 
 
 def test_an_entry_of_a_bad_line_carries_its_id_if_it_has_one():
@@ -240,6 +251,13 @@ def test_the_command_answers_all_apis_and_tells_what_came_of_it(tiny_checkpoint,
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["total"], summary["succeeded"], summary["failed"]) == (13, 12, 1)
     assert summary["completion_tokens"] == 48
+
+
+def test_a_batch_of_which_nothing_was_answered_is_a_failure_of_the_command(tiny_checkpoint, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", 2, model="another")
+    done = command("-i", source, "-o", tmp_path / "out.jsonl", tiny_checkpoint, *FLAGS)
+    assert done.exit_code == 1
+    assert "failed: 2 x model_not_found, first: " in done.stdout and "'another'" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ class BaselineResult:
             Memory of the process on huge pages.
         resident_bytes (`int`, *optional*):
             Memory of the process.
+        measured_share (`float`, defaults to 1.0):
+            Share of the workload's tokens that was really measured; of a static batch, of its steps.
     """
 
     method: str
@@ -85,6 +87,7 @@ class BaselineResult:
     seconds_per_token: float | None = None
     huge_page_bytes: int | None = None
     resident_bytes: int | None = None
+    measured_share: float = 1.0
 
 
 class StepClock(StoppingCriteria):
@@ -145,6 +148,7 @@ def one_by_one(model: Any, workload: Workload, budget: float, sample: int) -> Ba
         kv_waste=0.0,
         first_token_seconds=sum(firsts) / len(firsts),
         seconds_per_token=between / steps if steps else None,
+        measured_share=tokens / workload.num_output_tokens,
     )
 
 
@@ -179,6 +183,7 @@ def static_batch(model: Any, workload: Workload, budget: float, sample: int) -> 
         kv_bytes_held=usage.peak_slots * per_token,
         kv_bytes_used=usage.tokens_at_peak * per_token,
         kv_waste=usage.waste,
+        measured_share=done / steps,
     )
 
 
@@ -238,11 +243,13 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
         seconds=workload.num_output_tokens / rate,
         measured_seconds=measured,
         extrapolated=usage.num_tokens < workload.num_output_tokens,
-        how=f"{usage.num_tokens:,} of {workload.num_output_tokens:,} tokens, {len(chosen)} of {len(workload)} requests",
+        how=f"{usage.num_tokens:,} of {workload.num_output_tokens:,} tokens"
+        + (f", {len(chosen)} of {len(workload)} requests" if len(chosen) < len(workload) else " of all requests"),
         kv_bytes_pool=num_blocks * BLOCK_SIZE * per_token,
         kv_bytes_held=usage.peak_slots * per_token,
         kv_bytes_used=usage.peak_tokens * per_token,
         kv_waste=usage.waste,
+        measured_share=usage.num_tokens / workload.num_output_tokens,
     )
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 PROBE_BYTES = 512 << 20
@@ -108,6 +109,11 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def load_average() -> float:
+    """Returns how many processes ran or waited for a processor, on average over the last minute."""
+    return psutil.getloadavg()[0]
 
 
 def huge_page_bytes() -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import math
-import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from ...errors import ConfigurationError, HfPagedError
+from ...errors import ConfigurationError, HfPagedError, MissingDependencyError
 from .report import log_console, write_json
 from .serve_arrivals import arrival_times
 from .serve_client import HttpClient
 from .serve_dataset import ServeRequest, make_requests
 from .serve_load import request_body, send_all, send_one
 from .serve_records import RequestRecord
-from .serve_settings import NAME_BY_ITSELF, ServeBenchSettings
+from .serve_settings import KEY_VARIABLES, NAME_BY_ITSELF, ServeBenchSettings
 from .serve_statistics import DETAILS, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 READY_INTERVAL = 0.5
+SHORTEST_WAIT = 1.0  # seconds that a server has for an answer, however few it has to get ready
 TITLES = {
     "ttft": "time to first token, ms",
     "tpot": "per output token but the first, ms",
@@ -58,7 +59,7 @@ class ServeRun:
 
 
 def run_serve_benchmark(settings: ServeBenchSettings) -> ServeRun:
-    """Sends load to a server, and writes the files that are wanted.
+    """Sends load to a server.
 
     Args:
         settings (`ServeBenchSettings`):
@@ -66,18 +67,40 @@ def run_serve_benchmark(settings: ServeBenchSettings) -> ServeRun:
 
     Raises:
         ConfigurationError: If the settings do not fit the server.
+        MissingDependencyError: If a figure is wanted that could not be drawn afterwards.
         ServerNotReadyError: If the server does not answer.
     """
-    run = run_loop(_run(settings))
-    name = result_path(settings, run.result)
-    if name is not None:
+    if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            "`--plot` needs the package matplotlib, which is not installed: `pip install hf-paged[bench]`."
+        )
+    return run_loop(_run(settings))
+
+
+def write_files(settings: ServeBenchSettings, run: ServeRun) -> list[Path]:
+    """Writes the files that are wanted, the figures first.
+
+    Args:
+        settings (`ServeBenchSettings`):
+            Which they are.
+        run (`ServeRun`):
+            What `run_serve_benchmark` returned.
+
+    Returns:
+        `list[Path]`: What was written.
+    """
+    saved = _result_path(settings, run.result)
+    if saved is not None:
         details = () if settings.save_detailed else DETAILS
-        write_json(name, {key: value for key, value in run.result.items() if key not in details})
-    if settings.plot is not None:
+        write_json(saved, {key: value for key, value in run.result.items() if key not in details})
+    figure = settings.plot
+    if figure == NAME_BY_ITSELF:
+        figure = (saved or settings.result_dir / _own_name(settings, run.result)).with_suffix(".png")
+    if figure is not None:
         from .serve_plot import plot_run
 
-        plot_run(run.records, _caption(run.result), settings.plot)
-    return run
+        plot_run(run.records, _caption(run.result), figure)
+    return [path for path in (saved, figure) if path is not None]
 
 
 def run_loop(work: Coroutine[Any, Any, _T]) -> _T:
@@ -96,14 +119,13 @@ def run_loop(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def make_client(settings: ServeBenchSettings) -> HttpClient:
-    """Returns a client for the server; a key is read from `OPENAI_API_KEY`.
+    """Returns a client for the server, with its key.
 
     Args:
         settings (`ServeBenchSettings`):
             Where the server is.
     """
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | dict(settings.header)
+    headers = ({"Authorization": f"Bearer {settings.key}"} if settings.key else {}) | dict(settings.header)
     return HttpClient(settings.url, headers, insecure=settings.insecure)
 
 
@@ -174,15 +196,18 @@ async def _first_model(client: HttpClient, settings: ServeBenchSettings) -> dict
     end = time.monotonic() + settings.ready_check_timeout_sec
     while True:
         try:
-            answer = await client.send("GET", "/v1/models")
+            async with asyncio.timeout(max(end - time.monotonic(), SHORTEST_WAIT)):
+                answer = await client.send("GET", "/v1/models")
             if answer.status == 200:
                 cards = json.loads(answer.body)["data"]
                 named = [card for card in cards if card.get("id") == settings.model]
                 return (named or cards)[0]
             problem = f"{settings.url}/v1/models answered {answer.status}: {answer.body[:200].decode(errors='replace')}"
+            if answer.status == 401:
+                raise _refused(settings)
             if answer.status < 500:
                 break
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"{settings.url}/v1/models: {error!r}"
         if time.monotonic() >= end:
             break
@@ -195,15 +220,26 @@ async def _first_model(client: HttpClient, settings: ServeBenchSettings) -> dict
 async def _wait_until_ready(client: HttpClient, settings: ServeBenchSettings, body: bytes) -> None:
     end = time.monotonic() + settings.ready_check_timeout_sec
     while True:
-        record = await send_one(client, settings.path, body, time.perf_counter(), settings.request_timeout)
+        patience = min(settings.request_timeout, max(end - time.monotonic(), SHORTEST_WAIT))
+        record = await send_one(client, settings.path, body, time.perf_counter(), patience)
         if record.succeeded:
             return
+        if record.error_kind == "http 401":
+            raise _refused(settings)
         retriable = record.error_kind in ("no connection", "connection lost", "http 503")
         if not retriable or time.monotonic() >= end:
             raise ServerNotReadyError(
                 f"{settings.url}{settings.path} did not answer a first request: {record.error_kind}: {record.error}"
             )
         await asyncio.sleep(READY_INTERVAL)
+
+
+def _refused(settings: ServeBenchSettings) -> ServerNotReadyError:
+    place = settings.key_place
+    problem = f"the key of {place} is none of its keys" if place else "it needs a key, and none was given"
+    return ServerNotReadyError(
+        f"{settings.url} answered 401: {problem}; the first of `--api-key`, {' and '.join(KEY_VARIABLES)} is sent."
+    )
 
 
 def _short(request: ServeRequest) -> ServeRequest:
@@ -234,23 +270,19 @@ def _progress(count: int, disabled: bool) -> Any:
     return tqdm(total=count, unit="request", disable=disabled, mininterval=0.5)
 
 
-def result_path(settings: ServeBenchSettings, result: dict[str, Any]) -> Path | None:
-    """Returns the file for the figures, named as vLLM names it if no name was given, or `None`.
-
-    Args:
-        settings (`ServeBenchSettings`):
-            What was wanted.
-        result (`dict[str, Any]`):
-            The figures.
-    """
+def _result_path(settings: ServeBenchSettings, result: dict[str, Any]) -> Path | None:
+    """The file for the figures, if one was wanted."""
     if settings.save_result is None:
         return None
-    if settings.save_result != NAME_BY_ITSELF:
-        return settings.result_dir / settings.save_result
+    name = settings.save_result if settings.save_result != NAME_BY_ITSELF else _own_name(settings, result)
+    return settings.result_dir / name
+
+
+def _own_name(settings: ServeBenchSettings, result: dict[str, Any]) -> str:
+    """The file's name as vLLM makes it, where none was given."""
     base = str(result["model_id"]).rstrip("/").rpartition("/")[2]
     label = settings.label or settings.backend
-    name = settings.result_filename or f"{label}-{settings.request_rate}qps-{base}-{result['date']}.json"
-    return settings.result_dir / name
+    return settings.result_filename or f"{label}-{settings.request_rate}qps-{base}-{result['date']}.json"
 
 
 def _caption(result: dict[str, Any]) -> str:

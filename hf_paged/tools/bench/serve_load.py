@@ -74,7 +74,7 @@ async def send_one(
         elif not record.is_complete:
             record.fail("cut off", "the stream ended without [DONE]")
     except TimeoutError:
-        record.fail("timeout", f"no end within {timeout} s")
+        record.fail("timeout", f"no end within {timeout:g} s")
     except ConnectionLostError as error:
         record.fail("connection lost", str(error))
     except OSError as error:

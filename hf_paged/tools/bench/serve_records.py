@@ -161,10 +161,12 @@ class StreamRecorder:
             record.is_complete = True
             return
         try:
-            chunk: dict[str, Any] = _loads(data)
-        except ValueError:
+            self._take_chunk(_loads(data))
+        except (ValueError, TypeError, AttributeError):  # no JSON, or nothing of OpenAI's
             record.fail("bad event", data[:200].decode("utf-8", "replace"))
-            return
+
+    def _take_chunk(self, chunk: dict[str, Any]) -> None:
+        record = self.record
         if "error" in chunk:
             record.fail("error in stream", str(chunk["error"])[:500])
             return
@@ -182,6 +184,8 @@ class StreamRecorder:
         else:
             text = delta.get("content")
             carried = any(delta.get(name) for name in _TEXTS)
+        if not isinstance(text, str | None):
+            raise TypeError
         if carried or choice.get("token_ids"):
             record.arrivals.append(self._now)
         if text:

@@ -7,10 +7,11 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError
@@ -18,8 +19,9 @@ from ...errors import ConfigurationError
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DATASETS = ("random", "packaged", "sharegpt", "custom")
-# `--save-result` without a name.
+# `--save-result` and `--plot` without a name.
 NAME_BY_ITSELF = Path("-")
+KEY_VARIABLES = ("OPENAI_API_KEY", "HF_PAGED_API_KEY")
 
 
 def _flag(default: Any, group: str, read: Callable[[str], Any] | None = None, **options: Any) -> Any:
@@ -87,7 +89,9 @@ class ServeBenchSettings:
         served_model_name (`str`, *optional*):
             Its name in requests, if it is not that of --model.
         header (`tuple[tuple[str, str], ...]`, defaults to `()`):
-            Further headers, NAME=VALUE. A key for the server is read from OPENAI_API_KEY.
+            Further headers, NAME=VALUE.
+        api_key (`str`, *optional*):
+            The server's key; by default OPENAI_API_KEY or HF_PAGED_API_KEY of the environment.
         insecure (`bool`, defaults to `False`):
             Do not verify the server's certificate.
         ready_check_timeout_sec (`float`, defaults to `60.0`):
@@ -155,7 +159,7 @@ class ServeBenchSettings:
         result_filename (`str`, *optional*):
             Name of the file.
         plot (`Path`, *optional*):
-            Draw latencies and load into a PNG file.
+            Draw latencies and load into a PNG file; without a name, to one beside the figures. Needs matplotlib.
         label (`str`, *optional*):
             Name of this run in results.
         metadata (`tuple[tuple[str, str], ...]`, defaults to `()`):
@@ -175,6 +179,9 @@ class ServeBenchSettings:
     model: str | None = _flag(None, "server")
     served_model_name: str | None = _flag(None, "server")
     header: tuple[tuple[str, str], ...] = _flag((), "server", _pairs("="), nargs="+", metavar="NAME=VALUE")
+    api_key: str | None = dataclasses.field(
+        default=None, repr=False, metadata={"group": "server", "words": {"metavar": "KEY"}}
+    )
     insecure: bool = _flag(False, "server")
     ready_check_timeout_sec: float = _flag(60.0, "server", float, metavar="SECONDS")
     request_timeout: float = _flag(3600.0, "server", float, metavar="SECONDS")
@@ -217,7 +224,7 @@ class ServeBenchSettings:
     save_detailed: bool = _flag(False, "results")
     result_dir: Path = _flag(Path(), "results", Path)
     result_filename: str | None = _flag(None, "results")
-    plot: Path | None = _flag(None, "results", Path, metavar="FILE")
+    plot: Path | None = _flag(None, "results", Path, nargs="?", const=NAME_BY_ITSELF, metavar="FILE")
     label: str | None = _flag(None, "results")
     metadata: tuple[tuple[str, str], ...] = _flag((), "results", _pairs("="), nargs="+", metavar="NAME=VALUE")
     disable_tqdm: bool = _flag(False, "results")
@@ -247,6 +254,18 @@ class ServeBenchSettings:
         return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/").removesuffix("/v1")
 
     @property
+    def key(self) -> str | None:
+        """Returns the key for the server, if there is one."""
+        return self.api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+
+    @property
+    def key_place(self) -> str | None:
+        """Returns where the key was found, in words."""
+        if any(name.lower() in ("authorization", "x-api-key") for name, _ in self.header):
+            return "`--header`"
+        return "`--api-key`" if self.api_key else next(filter(os.environ.get, KEY_VARIABLES), None)
+
+    @property
     def path(self) -> str:
         """Returns the endpoint's path."""
         default = "/v1/chat/completions" if self.backend == "openai-chat" else "/v1/completions"
@@ -258,6 +277,13 @@ class ServeBenchSettings:
         return self.path.endswith("/chat/completions")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines; there are too many flags to list them all beside it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n(see {self.prog} --help)\n")
+
+
 def make_parser(prog: str = "hf-paged bench serve") -> argparse.ArgumentParser:
     """Returns the parser of the command line: a flag for each field.
 
@@ -265,7 +291,7 @@ def make_parser(prog: str = "hf-paged bench serve") -> argparse.ArgumentParser:
         prog (`str`, defaults to `"hf-paged bench serve"`):
             What the command is called.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description="Send load to a server that speaks OpenAI's API; measure throughput and latencies.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
