@@ -82,18 +82,21 @@ class LLM:
         refuse_misspelled(kwargs, LLM.__init__)
         check_dtype(dtype)
         if quantization is not None:
-            raise NotSupportedError(f"`quantization` {quantization!r} is not built yet.")
+            raise NotSupportedError(
+                f"`quantization` {quantization!r} is not built yet; leave it out. A checkpoint that is quantized says "
+                "so itself."
+            )
         if isinstance(model, (str, os.PathLike)):
             load = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
             load = {name: value for name, value in load.items() if value is not None}
             self.model = AutoPagedModelForCausalLM.from_pretrained(
                 model, paged_config=config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, **load
             )
-            self.tokenizer = _load_tokenizer(model if tokenizer is None else tokenizer, load)
+            self.tokenizer = load_tokenizer(model if tokenizer is None else tokenizer, load)
         else:
             refuse_reserved(tensor_parallel_size, None)
             self.model = _page(model, config, dtype, kwargs)
-            self.tokenizer = _load_tokenizer(model.name_or_path if tokenizer is None else tokenizer, {})
+            self.tokenizer = load_tokenizer(model.name_or_path if tokenizer is None else tokenizer, {})
         if self.model._paged_refusal is not None:
             raise UnsupportedModelError(self.model._paged_refusal)
         self.engine = self.model.engine
@@ -384,7 +387,15 @@ def _page(model: Any, config: PagedConfig, dtype: Any, kwargs: dict[str, Any]) -
     return AutoPagedModelForCausalLM.from_model(model, paged_config=config)
 
 
-def _load_tokenizer(tokenizer: Any, load: dict[str, Any]) -> Any:
+def load_tokenizer(tokenizer: Any, load: Mapping[str, Any]) -> Any:
+    """Returns a tokenizer.
+
+    Args:
+        tokenizer (`Any`):
+            Its name or folder; one that is loaded is returned.
+        load (`Mapping[str, Any]`):
+            What the model is loaded with; what is for tokenizers as well is taken out of it.
+    """
     if not isinstance(tokenizer, (str, os.PathLike)):
         return tokenizer
     if not tokenizer:

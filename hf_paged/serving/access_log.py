@@ -31,11 +31,12 @@ access_logger = logging.getLogger("hf_paged.access")
 request_logger = logging.getLogger("hf_paged.requests")
 stats_logger = logging.getLogger("hf_paged.stats")
 
-QUIET_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/load", "/get_load", "/v1/loads"})
+QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/get_load", "/loads", "/v1/loads"})
 CLIENT_LEFT = 499  # nginx's status for a request whose client did not wait for the answer
 _LINES_PER_SECOND = 20  # of refused requests; more of them are counted
 _LONGEST_VALUE = 200
 _PLAIN = re.compile(r"[\w.:/@+-]+")
+_FIELD = re.compile(r"[a-z_]{1,40}(\[\d+\])?(\.[a-z_]{1,40}(\[\d+\])?){0,3}")
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _current: contextvars.ContextVar[HttpRecord | None] = contextvars.ContextVar("hf_paged_http_record", default=None)
@@ -101,6 +102,9 @@ def configure_logging(
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root = logging.getLogger()
     root.handlers = [*(h for h in root.handlers if not isinstance(h, _Handler)), handler]
+    from huggingface_hub.utils import logging as hub_logging
+
+    hub_logging.get_logger().handlers.clear()  # it comes with the import, and would show each line once more
     for name in ("hf_paged", "uvicorn", "uvicorn.error"):
         ours = logging.getLogger(name)
         ours.handlers.clear()
@@ -139,7 +143,8 @@ class HttpRecord:
         self.seconds: float | None = None  # until the answer's end
         self.status = CLIENT_LEFT
         self.error: BaseException | None = None
-        self.request_id: str | None = None  # of the answer
+        self.refused: tuple[str | None, str | None] = (None, None)  # the error's code, and the field that is wrong
+        self.request_id: str | None = None  # of the engine's first request: the answer's id and some digits
         self.num_pending = 0  # requests of the engine that have not ended
         self.tokens = Counter[str]()
         self.first_token: float | None = None
@@ -199,6 +204,8 @@ class HttpRecord:
             "ttft": self.first_token,
             "e2e": self.seconds,
             "finish": ",".join(self.finish_reasons) or None,
+            "code": self.refused[0],
+            "param": self.refused[1],
             "error": f"{type(self.error).__name__}: {self.error}" if self.error is not None else None,
         }
         return {
@@ -227,6 +234,20 @@ def note_error(error: BaseException) -> None:
         record.error = error
 
 
+def note_refusal(code: str | None, param: str | None) -> None:
+    """A client is told of an error: the line about its request says which, without what the client had sent.
+
+    Args:
+        code (`str`, *optional*):
+            Of the error.
+        param (`str`, *optional*):
+            The field that is wrong; only shown if it looks like one, since names may be the client's own words.
+    """
+    record = _current.get()
+    if record is not None:
+        record.refused = (code, param if param and _FIELD.fullmatch(param) else None)
+
+
 class AccessLogMiddleware:
     """Logs and counts HTTP requests. The outermost layer, so that it sees what other layers refuse.
 
@@ -253,7 +274,7 @@ class AccessLogMiddleware:
         self._metrics = metrics
         self._lines = lines
         self._quiet_routes = frozenset(quiet_routes)
-        self._flood = _Flood()
+        self._refusals, self._failures = _Flood(logging.INFO), _Flood(logging.ERROR)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: _Send) -> None:
         """Answers one request, or whatever else ASGI has.
@@ -297,7 +318,9 @@ class AccessLogMiddleware:
             level = logging.DEBUG
         else:
             level = logging.INFO
-        if not access_logger.isEnabledFor(level) or (record.status >= 400 and not self._flood.admits(record.status)):
+        # Refusals that anybody may cause by the thousand do not hide what is our own mistake.
+        flood = self._failures if level == logging.ERROR else self._refusals
+        if not access_logger.isEnabledFor(level) or (record.status >= 400 and not flood.admits(record.status)):
             return
         method, path = record.scope.get("method", ""), route or record.scope.get("path", "")
         access_logger.log(
@@ -312,9 +335,10 @@ class AccessLogMiddleware:
 
 
 class _Flood:
-    """Lets so many lines about refused requests through in a second, and says how many more there were."""
+    """Lets so many lines of a level about refused requests through in a second, and says how many more there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int) -> None:
+        self._level = level
         self._window = 0.0
         self._num_lines = 0
         self._held_back = Counter[int]()
@@ -333,7 +357,8 @@ class _Flood:
 
     def _tell(self) -> None:
         held_back, self._held_back = self._held_back, Counter()
-        access_logger.info(
+        access_logger.log(
+            self._level,
             "%d more requests were refused within a second: %s",
             held_back.total(),
             ", ".join(f"{count} x {status}" for status, count in sorted(held_back.items())),

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import ConfigurationError, HfPagedError, MissingDependencyError
 from . import process_list
-from .command_line import parse_settings
+from .command_line import UsageError, parse_settings
 from .listening import allow_successors, bind, url
+from .preflight import check_flags, check_model
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def main(
             raise ConfigurationError("`--demo` is a flag of `hf-paged serve`; name a MODEL here.")
         if settings.model is None and not settings.demo:
             raise ConfigurationError("Name a MODEL to serve (a folder or a name on the Hub), or give `--demo`.")
+        check_flags(settings)
     except HfPagedError as error:
         print(f"hf-paged: {error}", file=sys.stderr)
         return 2
@@ -70,6 +72,9 @@ def main(
             names = settings.served_model_name or (name,)
             settings = dataclasses.replace(settings, demo=False, model=path, served_model_name=names)
         return _run(settings)
+    except UsageError as error:  # flags that do not go with this model
+        print(f"hf-paged: {error}", file=sys.stderr)
+        return 2
     except Exception as error:
         # Whatever a checkpoint, a hub or a disk has against us is one line, not thirty.
         print(f"hf-paged: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
@@ -99,6 +104,8 @@ def _run(settings: ServerSettings) -> int:
     _allow_many_connections()
     bound = bind(settings)
     try:
+        assert settings.model is not None, "of a demo, too"
+        check_model(settings.model, settings.revision)
         from .access_log import configure_logging
         from .lifecycle import Signals
 
@@ -167,7 +174,7 @@ def _example(service: Service, address: str) -> str:
         address = "http://localhost"
     words += [f"{address}/v1/{path}", "-H", "'Content-Type: application/json'"]
     if service.settings.api_key:
-        words += ["-H", '"Authorization: Bearer $HF_PAGED_API_KEY"']
+        words += ["-H", "'Authorization: Bearer YOUR_KEY'"]
     return " ".join([*words, "-d", shlex.quote(json.dumps(body))])
 
 

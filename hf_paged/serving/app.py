@@ -17,7 +17,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..errors import HfPagedError
 from . import chat, completions, messages, metrics, models, responses, status, tokenization
-from .access_log import AccessLogMiddleware
+from .access_log import QUIET_ROUTES, AccessLogMiddleware
 from .background import run_in_background
 from .errors import ApiError, to_api_error
 from .middleware.asgi import error_response
@@ -33,7 +33,7 @@ from .settings import ServerSettings
 
 _ROUTERS = (status, models, tokenization, chat, completions, responses, messages, metrics)
 _LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-_ANSWERED_HEADERS = ("X-Request-Id", "Retry-After")
+_ANSWERED_HEADERS = ("X-Request-Id", "request-id", "Retry-After")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -77,7 +77,7 @@ def _layers(settings: ServerSettings, service: Service, work: Work) -> list[Midd
             AccessLogMiddleware,
             metrics=service.metrics,
             lines=not settings.disable_uvicorn_access_log,
-            **({} if quiet is None else {"quiet_routes": quiet}),
+            quiet_routes=QUIET_ROUTES.union(quiet or ()),
         ),
         Middleware(RequestIdMiddleware, answer=settings.enable_request_id_headers),
         Middleware(

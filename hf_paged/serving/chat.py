@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..generation.model_state import sampling_defaults
 from .chat_answer import AnswerReader, ChatAnswer, Choice, ReasoningCounter
 from .context import request_context, service_of
 from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -18,10 +17,19 @@ from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .parser_choice import RequestParsers
 from .protocol.openai import ChatCompletionRequest
 from .rendering import Conversation, render_chat
-from .sampling import Form, check_room, form_of, kept_prompt_tokens, prepare_grammar, sampling_params
+from .sampling import (
+    Form,
+    capped,
+    check_prompt_logprobs,
+    check_room,
+    form_of,
+    kept_prompt_tokens,
+    prepare_grammar,
+    sampling_params,
+)
 from .service import RequestContext, Service
 from .streaming import ChunkWriter, EventStream, JSONAnswer, answer_unless_gone, usage_json, wants_stream
-from .tool_choice import plan_tools
+from .tool_choice import ToolPlan, plan_tools
 
 router = APIRouter()
 
@@ -32,14 +40,14 @@ _TAIL = 300  # characters of a prompt in which it shows whether its answer begin
 
 
 async def start_chat(
-    service: Service, request: ChatCompletionRequest, context: RequestContext, *, stream: bool = True
+    service: Service, body: ChatCompletionRequest, context: RequestContext, *, stream: bool = True
 ) -> ChatAnswer:
     """Renders a conversation and hands it to the engine.
 
     Args:
         service (`Service`):
             Runs it.
-        request (`ChatCompletionRequest`):
+        body (`ChatCompletionRequest`):
             What was asked for.
         context (`RequestContext`):
             Who asks.
@@ -52,80 +60,103 @@ async def start_chat(
     Raises:
         ApiError: If something is wrong with the request, or the server has no room for it now.
     """
-    service.check_model(request.model)
+    service.check_model(body.model)
     service.check_admission()
-    plan = plan_tools(
-        request.tools,
-        request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-        parser=service.parsers.tool if service.settings.enable_auto_tool_choice else None,
-    )
+    plan = plan_of(service, body)
+    # The rest of the context, unless the request or the model's generation configuration says less.
+    max_tokens = capped(service, body.answer_limit)
+    wanted = None if body.answer_limit is None else max_tokens
     params = sampling_params(
         service,
-        request,
-        max_tokens=_max_tokens(service, request),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        prompt_logprobs=request.prompt_logprobs,
+        body,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
-    form = Form("tools", plan.structured_outputs) if plan.structured_outputs is not None else form_of(request)
-    kept = kept_prompt_tokens(service, request, request.answer_limit)
-    prompt = await render_chat(service, conversation_of(request), keep_last=kept)
-    check_room(service, params, len(prompt.token_ids), "messages", max_tokens=request.answer_limit)
-    parsers = service.parsers.for_request(
-        plan,
-        (prompt.text or "")[-_TAIL:],
-        continued=_continued(request),
-        skip_special_tokens=request.skip_special_tokens is not False,
-    )
-    if not parsers.skip_special_tokens:
-        params = params.replace(skip_special_tokens=False)
-    if form is not None:
-        constraint = parsers.constrain(form.params, service.tokenizer)
-        params = params.replace(structured_outputs=constraint)
-        await prepare_grammar(service, form, constraint)
-    readers = [_reader(service, request, parsers) for _ in range(params.n)]
+    form = form_of(body)
+    async with context.before_deadline():
+        kept = kept_prompt_tokens(service, body, wanted)
+        prompt = await render_chat(service, conversation_of(body, plan), keep_last=kept)
+        check_room(service, params, len(prompt.token_ids), "messages", max_tokens=wanted)
+        check_prompt_logprobs(params, len(prompt.token_ids))
+        parsers = service.parsers.for_request(
+            plan,
+            (prompt.text or "")[-_TAIL:],
+            continued=_continued(body),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+        if not parsers.skip_special_tokens:
+            params = params.replace(skip_special_tokens=False)
+        if plan.structured_outputs is not None:
+            if form is not None:  # it has no effect on calls, but what is wrong with it is told
+                await prepare_grammar(service, form)
+            form = Form("tools", plan.structured_outputs)
+        if form is not None:
+            params = params.replace(structured_outputs=await prepare_grammar(service, form, parsers))
+    readers = [_reader(service, body, parsers) for _ in range(params.n)]
     answers = service.submit(prompt, params, context, stream=stream)
-    return ChatAnswer(answers, readers, wants_tokens=bool(request.logprobs or request.return_token_ids))
+    return ChatAnswer(answers, readers, wants_tokens=bool(body.logprobs or body.return_token_ids))
 
 
-def _continued(request: ChatCompletionRequest) -> str:
+def plan_of(service: Service, body: ChatCompletionRequest) -> ToolPlan:
+    """Returns how the tools of a request are handled.
+
+    Args:
+        service (`Service`):
+            Knows how its model writes calls.
+        body (`ChatCompletionRequest`):
+            What was asked for.
+
+    Raises:
+        ApiError: 400, if something is wrong with them.
+    """
+    return plan_tools(
+        body.tools,
+        body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        parser=service.parsers.tool if service.settings.enable_auto_tool_choice else None,
+    )
+
+
+def _continued(body: ChatCompletionRequest) -> str:
     """What the answer begins with, where it goes on with the conversation's last message."""
-    content = request.messages[-1].content if request.continue_final_message else None
-    return content if isinstance(content, str) else ""
+    return _last_text(body) if body.continue_final_message else ""
 
 
-def _max_tokens(service: Service, request: ChatCompletionRequest) -> int | None:
-    """The rest of the context, unless the request or the model's generation configuration says less."""
-    if request.answer_limit is not None:
-        return request.answer_limit
-    return sampling_defaults(service.engine.model)["max_tokens"]
+def _last_text(body: ChatCompletionRequest) -> str:
+    content = body.messages[-1].content
+    if isinstance(content, list):
+        return "\n".join([part.text or "" for part in content])
+    return content or ""
 
 
-def conversation_of(request: ChatCompletionRequest) -> Conversation:
+def conversation_of(body: ChatCompletionRequest, plan: ToolPlan) -> Conversation:
     """Returns what of a request is for the chat template.
 
     Args:
-        request (`ChatCompletionRequest`):
+        body (`ChatCompletionRequest`):
             What was asked for.
+        plan (`ToolPlan`):
+            Says which of its tools the model may not see.
     """
-    arguments = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
             arguments.setdefault("enable_thinking", False)
     return Conversation(
-        messages=request.messages,
-        tools=request.tools or (),
-        documents=request.documents,
-        template=request.chat_template,
+        messages=body.messages,
+        tools=[tool for tool in body.tools or () if tool["function"]["name"] not in plan.forbidden],
+        documents=body.documents,
+        template=body.chat_template,
         template_arguments=arguments,
-        continue_final_message=bool(request.continue_final_message),
-        add_generation_prompt=request.add_generation_prompt,
-        add_special_tokens=bool(request.add_special_tokens),
+        continue_final_message=bool(body.continue_final_message),
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=bool(body.add_special_tokens),
     )
 
 
-def _reader(service: Service, request: ChatCompletionRequest, parsers: RequestParsers) -> AnswerReader:
+def _reader(service: Service, body: ChatCompletionRequest, parsers: RequestParsers) -> AnswerReader:
     if parsers.reasoning is None and parsers.plan.choice == "none":
         return AnswerReader()
     reasoning = parsers.reasoning
@@ -133,7 +164,7 @@ def _reader(service: Service, request: ChatCompletionRequest, parsers: RequestPa
         parsers.new(),
         new_call_id=parsers.new_call_id,
         reasoning=None if reasoning is None else ReasoningCounter(service.tokenizer, reasoning.close),
-        show_reasoning=request.include_reasoning is not False,
+        show_reasoning=body.include_reasoning is not False,
     )
 
 
@@ -163,12 +194,12 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 async def _whole_answer(service: Service, body: ChatCompletionRequest, context: RequestContext) -> Response:
     answer = await start_chat(service, body, context, stream=False)
     choices = await answer.collect()
-    form = _Form(service, body)
+    parts = _Parts(service, body)
     result = {
         **_head(service, body, context, "chat.completion"),
-        "choices": [form.whole_choice(choice) for choice in choices],
+        "choices": [parts.whole_choice(choice) for choice in choices],
         "usage": usage_json(answer.usage, reasoning=answer.has_reasoning),
-        **form.of_prompt(answer),
+        **await parts.of_prompt(answer),
     }
     return JSONAnswer(result)
 
@@ -182,23 +213,25 @@ def _head(service: Service, body: ChatCompletionRequest, context: RequestContext
     }
 
 
-class _Form:
-    """What all parts of an answer in OpenAI's form depend on."""
+class _Parts:
+    """Writes the parts that whole answers and chunks are made of."""
 
     def __init__(self, service: Service, body: ChatCompletionRequest):
         self.role = service.settings.response_role
         self.echoed = _echoed(body, self.role)
+        self._service = service
         self._tokenizer = service.tokenizer
         self._num_top = body.top_logprobs or 0
         self._as_ids = _names_ids(service, body)
         self._wants_logprobs = bool(body.logprobs)
         self._wants_ids = bool(body.return_token_ids)
 
-    def of_prompt(self, answer: ChatAnswer) -> dict[str, Any]:
+    async def of_prompt(self, answer: ChatAnswer) -> dict[str, Any]:
         """What was asked for of the prompt."""
         result: dict[str, Any] = {}
-        if answer.stream.prompt_logprobs is not None:
-            result["prompt_logprobs"] = prompt_logprobs(token_texts(self._tokenizer), answer.stream.prompt_logprobs)
+        entries = answer.stream.prompt_logprobs
+        if entries is not None:  # thousands of tokens, and twenty for each
+            result["prompt_logprobs"] = await self._service.run(prompt_logprobs, token_texts(self._tokenizer), entries)
         if self._wants_ids:
             result["prompt_token_ids"] = list(answer.prompt_token_ids)
         return result
@@ -239,13 +272,8 @@ def _names_ids(service: Service, body: ChatCompletionRequest) -> bool:
 
 
 def _echoed(body: ChatCompletionRequest, role: str) -> str:
-    """The last message, if the answer continues it and it is to be repeated before it."""
-    last = body.messages[-1]
-    if not body.echo or last.role != role:
-        return ""
-    if isinstance(last.content, list):
-        return "\n".join([part.text or "" for part in last.content])
-    return last.content or ""
+    """The last message, if it is of the answer's role and is to be repeated before it."""
+    return _last_text(body) if body.echo and body.messages[-1].role == role else ""
 
 
 class ChatChunks:
@@ -264,7 +292,7 @@ class ChatChunks:
 
     def __init__(self, service: Service, body: ChatCompletionRequest, context: RequestContext, answer: ChatAnswer):
         self._answer = answer
-        self._form = _Form(service, body)
+        self._parts = _Parts(service, body)
         self._num_choices = body.n or 1
         self._begun = False
         self._writer = ChunkWriter(
@@ -277,18 +305,18 @@ class ChatChunks:
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yields the stream; all chunks that come at a time together."""
         async for events in self._answer:
-            yield self._begin() + b"".join([self._chunk(event) for event in events])
-        yield self._begin() + self._writer.end()
+            yield await self._begin() + b"".join([self._chunk(event) for event in events])
+        yield await self._begin() + self._writer.end()
 
-    def _begin(self) -> bytes:
+    async def _begin(self) -> bytes:
         """The role of each answer. It comes with the first text, so that clients who measure that see its time."""
         if self._begun:
             return b""
         self._begun = True
-        delta = {"role": self._form.role, "content": self._form.echoed}
+        delta = {"role": self._parts.role, "content": self._parts.echoed}
         first = {"delta": delta, "logprobs": None, "finish_reason": None}
         roles = [{"index": index, **first} for index in range(self._num_choices)]
-        of_prompt = self._form.of_prompt(self._answer)
+        of_prompt = await self._parts.of_prompt(self._answer)
         return self._writer.chunk(roles[0], **of_prompt) + b"".join([self._writer.chunk(role) for role in roles[1:]])
 
     def _chunk(self, event: ChatEvent) -> bytes:
@@ -296,10 +324,10 @@ class ChatChunks:
         further: dict[str, Any] = {"logprobs": None}
         finish_reason = None
         if isinstance(event, ContentDelta):
-            delta, further = {"content": event.text}, self._form.of_tokens(event)
+            delta, further = {"content": event.text}, self._parts.of_tokens(event)
         elif isinstance(event, ReasoningDelta):
             delta = {"reasoning": event.text, "reasoning_content": event.text}
-            further = self._form.of_tokens(event)
+            further = self._parts.of_tokens(event)
         elif isinstance(event, ToolCallStart):
             function = {"name": event.name, "arguments": ""}
             delta = {"tool_calls": [{"index": event.call, "id": event.id, "type": "function", "function": function}]}

@@ -19,6 +19,7 @@ from .events import (
     ToolCallStart,
     Usage,
 )
+from .logprobs import token_texts
 from .tool_parsers import ParsedArguments, ParsedCallStart, new_call_id
 
 
@@ -119,6 +120,10 @@ class AnswerReader:
         self._parser = parser
         self._new_call_id = new_call_id
         self._show_reasoning = show_reasoning
+        self._token_ids: list[int] = []  # that came, and have not been given out
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._num_told = 0
+        self._has_begun = False
         self.reasoning = reasoning
 
     def read(self, delta: AnswerDelta, wants_tokens: bool) -> list[ChatEvent]:
@@ -142,10 +147,11 @@ class AnswerReader:
                 reason = parser.finish_reason(reason)
             if self.reasoning is not None:
                 self.reasoning.add(delta.token_ids, parsed)
+            self._has_begun = self._has_begun or bool(parsed)
             for piece in parsed:
                 _add(events, self._event(index, piece))
-        if wants_tokens and delta.token_ids:
-            _attach_tokens(events, delta)
+        if wants_tokens:
+            self._attach_tokens(events, delta)
         if reason is not None:
             events.append(ChoiceEnd(index, reason, delta.stop_reason))
         return events
@@ -159,6 +165,29 @@ class AnswerReader:
             return ToolCallArguments(index, piece.call_index, piece.text)
         return ContentDelta(index, piece.text)
 
+    def _attach_tokens(self, events: list[ChatEvent], delta: AnswerDelta) -> None:
+        """Tokens travel with the first text of their kind that came with them, or alone."""
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        if self.reasoning is None:
+            num_thought = 0
+        elif not self._has_begun and delta.finish_reason is None:
+            return  # nothing says yet what they are; the text of whole answers comes at their end
+        else:
+            num_thought = max(0, self.reasoning.num_silent - self._num_told)
+        for kind, first, last in ((ReasoningDelta, 0, num_thought), (ContentDelta, num_thought, None)):
+            token_ids, logprobs = self._token_ids[first:last], self._logprobs[first:last]
+            if not token_ids or (kind is ReasoningDelta and not self._show_reasoning):
+                continue
+            carrier = next((event for event in events if type(event) is kind), None)
+            if carrier is None:
+                carrier = kind(delta.index, "")
+                events.insert(0 if kind is ReasoningDelta else len(events), carrier)
+            assert isinstance(carrier, TextDelta), "of one of the two kinds"
+            carrier.token_ids, carrier.logprobs = token_ids, logprobs or None
+        self._num_told += len(self._token_ids)
+        self._token_ids, self._logprobs = [], []
+
 
 def _add(events: list[ChatEvent], event: ChatEvent | None) -> None:
     """Adds an event, or its text to the one before it, if that is of the same kind."""
@@ -170,33 +199,23 @@ def _add(events: list[ChatEvent], event: ChatEvent | None) -> None:
         events.append(event)
 
 
-def _attach_tokens(events: list[ChatEvent], delta: AnswerDelta) -> None:
-    """Tokens travel with the first text that came with them, or alone."""
-    carrier = next((event for event in events if isinstance(event, TextDelta)), None)
-    if carrier is None:
-        carrier = ContentDelta(delta.index, "")
-        events.append(carrier)
-    carrier.token_ids, carrier.logprobs = delta.token_ids, delta.logprobs
-
-
 class ReasoningCounter:
-    """Counts the tokens that an answer spent on thinking: up to the closing tag, if that is one token.
+    """Counts the tokens that an answer spends on thinking: up to its closing tag, be that one token or several.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
             The model's.
         close (`str`):
-            The closing tag. Where it is several tokens, the reasoning's text is tokenized again at the end.
+            The closing tag.
     """
 
     def __init__(self, tokenizer: Any, close: str):
-        self._tokenizer = tokenizer
-        token_id = tokenizer.convert_tokens_to_ids(close)
-        is_token = token_id is not None and token_id != tokenizer.unk_token_id
-        self._close_id: int | None = token_id if is_token else None
-        self._closed = False
+        self._token_texts = token_texts(tokenizer)
+        self._close = close.encode()
+        self._last = b""  # in which the tag may have begun
         self._num_tokens = 0
-        self._text = ""
+        self._num_breaks = 0  # tokens between the closing tag and what follows, which nobody sees
+        self._has_text = self._has_ended = self._is_followed = False
 
     def add(self, token_ids: Sequence[int], pieces: Sequence[AnswerEvent]) -> None:
         """Takes in what is new.
@@ -207,20 +226,44 @@ class ReasoningCounter:
             pieces (`Sequence[AnswerEvent]`):
                 New pieces of text.
         """
-        self._text += "".join([piece.text for piece in pieces if isinstance(piece, ParsedReasoning)])
-        if self._close_id is None or self._closed:
+        thoughts = [isinstance(piece, ParsedReasoning) for piece in pieces]
+        self._has_text = self._has_text or any(thoughts)
+        if not self._has_ended:
+            token_ids = token_ids[self._count(token_ids) :]
+            if not self._has_ended and not all(thoughts):  # there is no reasoning in this answer
+                self._has_ended = self._is_followed = True
+                self._num_tokens = 0
+        self._pass_breaks(token_ids)
+
+    def _count(self, token_ids: Sequence[int]) -> int:
+        """Counts up to the closing tag; returns how many of the tokens that are."""
+        for place, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            self._last += self._token_texts.bytes_of(token_id)
+            if self._close in self._last:
+                self._has_ended = True
+                return place
+            self._last = self._last[-len(self._close) :]
+        return len(token_ids)
+
+    def _pass_breaks(self, token_ids: Sequence[int]) -> None:
+        if self._is_followed:
             return
-        self._closed = self._close_id in token_ids
-        self._num_tokens += token_ids.index(self._close_id) + 1 if self._closed else len(token_ids)
+        for token_id in token_ids:
+            if self._token_texts.bytes_of(token_id).strip(b"\n"):
+                self._is_followed = True
+                return
+            self._num_breaks += 1
+
+    @property
+    def num_silent(self) -> int:
+        """Returns how many of the answer's tokens, so far, come before its content."""
+        return self._num_tokens + self._num_breaks
 
     @property
     def num_tokens(self) -> int:
         """Returns how many tokens the reasoning has, so far."""
-        if not self._text:
-            return 0
-        if self._close_id is None:
-            return len(self._tokenizer(self._text, add_special_tokens=False, verbose=False)["input_ids"])
-        return self._num_tokens
+        return self._num_tokens if self._has_text else 0
 
 
 class ChatAnswer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigurationError
-from ..vllm_names import SWITCHES, names_of_vllm, take_vllm_names
+from ..vllm_names import FORMER, SWITCHES, names_of_vllm, take_vllm_names
 from .settings import GROUPS, ServerSettings, flag, help_texts, value_type
 
 logger = logging.getLogger(__name__)
@@ -177,18 +177,22 @@ def _refuse_unknown(argument: str, known: Sequence[str]) -> NoReturn:
     name = argument.partition("=")[0]
     if not name.startswith("-"):
         raise UsageError(f"There is one MODEL; {_shown(argument)} is one too many, or a value of no flag.")
-    raise UsageError(f"Unknown flag `{name}`{_suggestion(name, known)}; see --help.")
+    raise UsageError(f"Unknown flag `{name}`{_suggestion(name, known)} See --help.")
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else ""
+    """The end of a sentence about a name that nobody knows."""
+    former = FORMER.get(name.lstrip("-").replace("-", "_"))
+    if former is not None:
+        return f" of vLLM: {former}."
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean `{close[0]}`?" if close else "."
 
 
 def _values(found: Mapping[str, Any], where: str, name_of: Callable[[str], str]) -> dict[str, Any]:
     """Gives settings their types; vLLM's names are taken, or refused with the reason."""
     others = {name: _scalar(value) for name, value in found.items() if name in _VLLM_NAMES}
-    take_vllm_names(others)
+    take_vllm_names(others, name_of)
     values = {}
     for name, value in found.items():
         if name not in _FIELDS:
@@ -320,7 +324,7 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         parsed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`--config` {path!r} cannot be read: {error}.") from None
+        raise UsageError(f"`--config` {path!r} cannot be read: {_reason(error)}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"`--config` {path!r} is not YAML: {' '.join(str(error).split())}.") from None
     if parsed is None:
@@ -333,8 +337,11 @@ def _read_file(path: str) -> dict[str, Any]:
         off = name.startswith("no_") or name in _OFF_NAMES
         name = _OTHER_NAMES.get(name, name.removeprefix("no_"))
         if name not in _FIELDS and name not in _VLLM_NAMES:
-            raise UsageError(f"`--config` {path!r} has an unknown key `{key}`{_suggestion(name, list(_FIELDS))}.")
-        found[name] = not _as_bool(value) if off and _is_switch(name) else value
+            raise UsageError(f"`--config` {path!r} has an unknown key `{key}`{_suggestion(name, list(_FIELDS))}")
+        try:
+            found[name] = not _as_bool(value) if off and _is_switch(name) else value
+        except ValueError as error:
+            raise UsageError(f"`{key}` {error}, got {_shown(value)} (in {path}).") from None
     return found
 
 
@@ -346,11 +353,15 @@ def _keys_of(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`--api-key-file` {path!r} cannot be read: {error}.") from None
+        raise UsageError(f"`--api-key-file` {path!r} cannot be read: {_reason(error)}.") from None
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise UsageError(f"`--api-key-file` {path!r} holds no key.")
     return keys
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _shown(value: Any) -> str:

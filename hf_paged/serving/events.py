@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..generation.outputs import Logprob
+
+SseEvent = dict[str, Any]  # one of a stream of another API than the chats', with its `type`
 
 
 @dataclasses.dataclass(slots=True)

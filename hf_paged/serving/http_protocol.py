@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .errors import ApiError
+from .errors import ApiError, overloaded
 from .middleware.asgi import error_response
 
 MAX_HEADER_BYTES = 64 << 10
@@ -68,6 +68,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._lingered: int | None = None  # bytes read since the request was refused
         self._deadline: asyncio.TimerHandle | None = None
         self._started = time.monotonic()
+        self._cycles: list[RequestResponseCycle] = []  # the request that is being answered, and those behind it
 
     # ------------------------------------------------------------------ the connection
 
@@ -77,6 +78,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._tell_that_client_left()  # uvicorn tells the last request only
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -139,6 +141,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._arm()
         super().on_headers_complete()
         self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
+        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -199,14 +202,24 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Answers without the application; one that waits for the body is told that the client has left."""
         if self._lingered is not None:
             return
-        cycle = self.cycle
-        unanswered = cycle is None or cycle.response_complete or not cycle.response_started
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        unanswered = not any(cycle.response_started and not cycle.response_complete for cycle in self._cycles)
+        self._tell_that_client_left()
         if unanswered:
-            self.transport.write(_as_bytes(error_response(error, "")))
+            self.transport.write(_as_bytes(error_response(error, getattr(self, "url", b"").decode("latin-1"))))
         self.linger()
+
+    def _tell_that_client_left(self) -> None:
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        """See uvicorn: the server ends. It does not wait for the rest of a request."""
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
+            self._refuse(overloaded("The server is shutting down.", "shutting_down"))
+        else:
+            super().shutdown()
 
     def close_gently(self) -> None:
         """Closes the connection, but reads a request first whose answer was sent before all of it was there."""

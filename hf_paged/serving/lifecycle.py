@@ -9,6 +9,7 @@ at any time after the first signal, a second one ends the process at once: 128 +
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -35,6 +36,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For probes to see that the engine is dead, and for answers to be sent.
 _DEAD_SECONDS = 2.0
 _GOODBYE_SECONDS = 5
+_CUT_SECONDS = 2  # for what was cut to end
 _CLOSING_SECONDS = 20.0
 
 
@@ -77,6 +79,23 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says goodbye; connections of clients that do not take their answers are cut.
+
+        Args:
+            sockets (`list[socket.socket]`, *optional*):
+                Where it listened.
+        """
+        timer = asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def stop(self, timeout: float) -> None:
         """Takes no new requests, and ends when the running ones have. May be called from anywhere.
@@ -134,7 +153,7 @@ def make_server(app: Any, service: Service, protocol: Any, on_ready: Callable[[]
         proxy_headers=False,
         backlog=settings.backlog,
         timeout_keep_alive=settings.timeout_keep_alive,  # type: ignore[arg-type]  # seconds of any length
-        timeout_graceful_shutdown=_GOODBYE_SECONDS,
+        timeout_graceful_shutdown=_GOODBYE_SECONDS + _CUT_SECONDS,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
     )

@@ -5,27 +5,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from ..errors import ConfigurationError, MissingDependencyError, NotSupportedError
+from ..errors import MissingDependencyError, NotSupportedError, UnknownNameError
 from ..generation.async_engine import AsyncEngine
 from ..generation.sampling.params import SamplingParams
-from ..llm import LLM
+from ..kernels.selection import BACKENDS
+from ..llm import LLM, load_tokenizer
+from ..modeling.layer_groups import context_limit
 from .access_log import RequestLog
+from .command_line import UsageError
 from .metrics import Metrics
 from .observability import Observability
-from .rendering import load_chat_template
+from .parser_choice import ParserChoice, choose_parsers
+from .preflight import SAMPLING_DEFAULTS, check_flags, check_model, load_chat_template
 from .rendering import warm_up as warm_up_tokenizer
 from .service import Service
 from .settings import ServerSettings
+from .template_checks import check_templates, warn_of_misfits
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _DTYPES = {"half": "float16", "float": "float32"}
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def load_service(settings: ServerSettings) -> Service:
@@ -36,38 +44,93 @@ def load_service(settings: ServerSettings) -> Service:
             What was asked for; with a `model`.
 
     Raises:
+        UsageError: If flags ask for what cannot be, alone or of this model; if possible before it is loaded.
         HfPagedError: If the engine cannot run the model, or something asked for is not built.
-        OSError: If there is no such model.
+        OSError: If the model cannot be read.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     name = settings.model
     assert name is not None, "whoever starts a server names a model"
-    template = None if settings.chat_template is None else load_chat_template(settings.chat_template)
+    check_flags(settings)
+    _check_backend(settings.attn_backend)
+    check_model(name, settings.revision)
     where = Path(name)
-    gguf: dict[str, Any] = {"gguf_file": where.name} if where.suffix == ".gguf" and where.is_file() else {}
+    is_gguf = where.suffix == ".gguf" and where.is_file()
+    path = str(where.parent) if is_gguf else name
+    load: dict[str, Any] = {
+        "trust_remote_code": settings.trust_remote_code,
+        "revision": settings.revision,
+        **({"gguf_file": where.name} if is_gguf else {}),
+    }
+    if settings.max_model_len is not None and not is_gguf:
+        _check_context(settings, _early(AutoConfig.from_pretrained, path, **load))
+    tokenizer = _early(load_tokenizer, settings.tokenizer or path, load)
+    parsers = None if tokenizer is None else _prepare(tokenizer, settings)
     llm = LLM(
-        str(where.parent) if gguf else name,
-        settings.tokenizer,
+        path,
+        tokenizer or settings.tokenizer,
         dtype=_DTYPES.get(settings.dtype, settings.dtype),
-        tensor_parallel_size=settings.tensor_parallel_size,
-        trust_remote_code=settings.trust_remote_code,
-        revision=settings.revision,
-        quantization=settings.quantization,
         paged_config=settings.paged_config(),
         device=settings.device,
-        **gguf,
+        **load,
     )
-    if template is not None:
-        llm.tokenizer.chat_template = template
+    _check_context(settings, llm.model.config)
+    parsers = parsers or _prepare(llm.tokenizer, settings)
     _set_sampling_defaults(llm.model.generation_config, settings)
     with contextlib.suppress(NotSupportedError, MissingDependencyError):  # whoever asks for a form is told
         llm.engine.grammars.warm_up(llm.tokenizer)
     warm_up(llm.model)
-    return make_service(llm.model, llm.tokenizer, settings, settings.served_model_name or (name,))
+    return make_service(llm.model, llm.tokenizer, settings, settings.served_model_name or (name,), parsers)
 
 
-def make_service(model: Any, tokenizer: Any, settings: ServerSettings, names: tuple[str, ...]) -> Service:
+def _check_backend(name: str | None) -> None:
+    try:
+        if name is not None:
+            BACKENDS.get(name)
+    except UnknownNameError as error:
+        raise UsageError(str(error)) from None
+
+
+def _early(read: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+    """Reads something of a model before the model; where that fails, loading the model says best what is wrong."""
+    try:
+        return read(*args, **kwargs)
+    except Exception:
+        logger.debug("%s is left for later", read.__qualname__, exc_info=True)
+        return None
+
+
+def _prepare(tokenizer: Any, settings: ServerSettings) -> ParserChoice:
+    if settings.chat_template is not None:
+        tokenizer.chat_template = load_chat_template(settings.chat_template)
+    check_templates(tokenizer, settings)
+    parsers = choose_parsers(
+        tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+    )
+    warn_of_misfits(tokenizer, parsers, settings)
+    return parsers
+
+
+def _check_context(settings: ServerSettings, config: Any) -> None:
+    """A server's clients rely on its length; `PagedConfig` takes what fits instead."""
+    if config is None or settings.max_model_len is None:
+        return
+    limit, why = context_limit(config.get_text_config(decoder=True))
+    if limit is not None and settings.max_model_len > limit:
+        raise UsageError(
+            f"`--max-model-len` {settings.max_model_len} is more than the {limit} tokens of this model"
+            f"{f' ({why})' if why else ''}; ask for at most that, or leave it out."
+        )
+
+
+def make_service(
+    model: Any,
+    tokenizer: Any,
+    settings: ServerSettings,
+    names: tuple[str, ...],
+    parsers: ParserChoice | None = None,
+) -> Service:
     """Puts a service around a model in memory.
 
     Args:
@@ -79,12 +142,14 @@ def make_service(model: Any, tokenizer: Any, settings: ServerSettings, names: tu
             What was asked for.
         names (`tuple[str, ...]`):
             What clients may call the model.
+        parsers (`ParserChoice`, *optional*):
+            Which parsers read answers; those that `settings` name by default.
     """
     warm_up_tokenizer(tokenizer)
     engine = AsyncEngine(model, tokenizer=tokenizer)
     metrics = Metrics(engine, names[0], vllm_names=settings.vllm_metric_names)
     watch = Observability(metrics, tracing=_tracing(settings, names[0]), request_log=_log(settings))
-    return Service(engine, tokenizer, settings, metrics, names, observability=watch)
+    return Service(engine, tokenizer, settings, metrics, names, parsers=parsers, observability=watch)
 
 
 def warm_up(model: Any) -> None:
@@ -102,13 +167,9 @@ def warm_up(model: Any) -> None:
 
 def _set_sampling_defaults(config: Any, settings: ServerSettings) -> None:
     if settings.generation_config == "vllm":
-        for name in _SAMPLING_DEFAULTS:
+        for name in SAMPLING_DEFAULTS:
             setattr(config, name, None)
     for name, value in (settings.override_generation_config or {}).items():
-        if name not in _SAMPLING_DEFAULTS:
-            raise ConfigurationError(
-                f"`--override-generation-config` may set {', '.join(_SAMPLING_DEFAULTS)}, not {name!r}."
-            )
         setattr(config, name, value)
 
 

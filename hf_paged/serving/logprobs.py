@@ -157,7 +157,9 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
-    def of(self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob] | None]) -> dict[str, Any]:
+    def of(
+        self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob] | None], echoed: str = ""
+    ) -> dict[str, Any]:
         """Returns `logprobs` of the next tokens.
 
         Args:
@@ -165,11 +167,15 @@ class CompletionLogprobs:
                 The tokens.
             entries (`Sequence[dict[int, Logprob] | None]`):
                 For each of them, token id -> log-probability; `None` for a prompt's first token.
+            echoed (`str`, *optional*, defaults to `""`):
+                The prompt's text, if the answer begins with it: special tokens that stand in it are not left out.
         """
         offsets = []
         for token_id in token_ids:
             offsets.append(self._num_chars)
-            self._num_chars += len(self._utf8.decode(self._texts.shown_bytes(token_id, self._skip_special_tokens)))
+            stands_there = echoed.startswith(self._texts.text_of(token_id), self._num_chars)
+            shown = self._texts.shown_bytes(token_id, self._skip_special_tokens and not stands_there)
+            self._num_chars += len(self._utf8.decode(shown))
         return {
             "tokens": [_name(self._texts, token_id, self._as_ids) for token_id in token_ids],
             "token_logprobs": [

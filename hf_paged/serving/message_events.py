@@ -6,9 +6,17 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, Usage
+from .events import (
+    ChatEvent,
+    ChoiceEnd,
+    ContentDelta,
+    ReasoningDelta,
+    SseEvent,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
 
-Event = dict[str, Any]
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
@@ -46,7 +54,7 @@ class MessageBuilder:
         self._blank = ""  # white space that becomes text if more text follows
         self._end = ChoiceEnd(0, "stop")
 
-    def begin(self, usage: Usage) -> list[Event]:
+    def begin(self, usage: Usage) -> list[SseEvent]:
         """The prompt has been computed.
 
         Args:
@@ -56,7 +64,7 @@ class MessageBuilder:
         self.message["usage"] = message_usage(usage)
         return [{"type": "message_start", "message": {**self.message, "content": []}}]
 
-    def add(self, event: ChatEvent) -> list[Event]:
+    def add(self, event: ChatEvent) -> list[SseEvent]:
         """A piece of the answer has come.
 
         Args:
@@ -75,7 +83,7 @@ class MessageBuilder:
         self._end = event
         return []
 
-    def end(self, usage: Usage, length_reason: str = "max_tokens") -> list[Event]:
+    def end(self, usage: Usage, length_reason: str = "max_tokens") -> list[SseEvent]:
         """The answer is complete.
 
         Args:
@@ -84,7 +92,7 @@ class MessageBuilder:
             length_reason (`str`, defaults to `"max_tokens"`):
                 The stop reason, if the answer was cut.
         """
-        events: list[Event] = []
+        events: list[SseEvent] = []
         if self._blank and not self._blocks:  # white space is all there is
             events += self._open({"type": "text", "text": ""}) + self._add_delta(self._blank)
         events += self._close()
@@ -100,7 +108,7 @@ class MessageBuilder:
 
     # ------------------------------------------------------------------ pieces
 
-    def _add_text(self, text: str) -> list[Event]:
+    def _add_text(self, text: str) -> list[SseEvent]:
         text = self._blank + text
         if not text:
             return []
@@ -111,12 +119,12 @@ class MessageBuilder:
             return []
         return self._open({"type": "text", "text": ""}) + self._add_delta(text)
 
-    def _add_delta(self, text: str) -> list[Event]:
+    def _add_delta(self, text: str) -> list[SseEvent]:
         self._blocks[-1]["text"] += text
         self._blank = ""
         return [self._delta({"type": "text_delta", "text": text})]
 
-    def _add_thinking(self, text: str) -> list[Event]:
+    def _add_thinking(self, text: str) -> list[SseEvent]:
         if not text or self._thinking == "hidden":
             return []
         block = {"type": "thinking", "thinking": "", "signature": ""}
@@ -126,17 +134,17 @@ class MessageBuilder:
         self._blocks[-1]["thinking"] += text
         return [*events, self._delta({"type": "thinking_delta", "thinking": text})]
 
-    def _add_arguments(self, text: str) -> list[Event]:
+    def _add_arguments(self, text: str) -> list[SseEvent]:
         assert self._open_type == "tool_use", "arguments follow the start of their call"
         self._arguments += text
         return [self._delta({"type": "input_json_delta", "partial_json": text})] if text else []
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, delta: dict[str, Any]) -> SseEvent:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     # ------------------------------------------------------------------ blocks
 
-    def _open(self, block: dict[str, Any]) -> list[Event]:
+    def _open(self, block: dict[str, Any]) -> list[SseEvent]:
         """Begins a block; what was being written is complete."""
         events = self._close()
         if block["type"] != "text":
@@ -145,7 +153,7 @@ class MessageBuilder:
         self._open_type = block["type"]
         return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}]
 
-    def _close(self) -> list[Event]:
+    def _close(self) -> list[SseEvent]:
         """Ends the block that is being written, if there is one."""
         if self._open_type is None:
             return []

@@ -8,21 +8,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .chat import conversation_of, start_chat
+from .chat import conversation_of, plan_of, start_chat
 from .chat_answer import ChatAnswer
 from .context import request_context, service_of
 from .errors import ApiError
-from .events import Usage
-from .message_events import Event, MessageBuilder
+from .events import SseEvent, Usage
+from .message_events import MessageBuilder
 from .protocol.anthropic import CountTokensRequest, MessagesRequest, anthropic_error, chat_fields
 from .protocol.translation import as_chat, told_as
 from .rendering import render_chat
-from .responses import to_sse
+from .sampling import capped
 from .service import RequestContext, Service
-from .streaming import EventStream, JSONAnswer, answer_unless_gone, wants_stream
+from .streaming import EventStream, JSONAnswer, answer_unless_gone, to_sse, wants_stream
 
 router = APIRouter()
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
 
 
 @router.post("/v1/messages", response_model=None)
@@ -41,7 +41,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         return await answer_unless_gone(request, _whole_answer(service, body, context))
     answer, builder = await _start(service, body, context, stream=True)
     return EventStream(
-        _chunks(answer, builder, body.max_tokens),
+        _chunks(service, answer, builder, body.max_tokens),
         answer.abort,
         service.settings.sse_keep_alive_interval,
         lambda error: to_sse([anthropic_error(error)]),
@@ -60,7 +60,9 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """
     service = service_of(request)
     service.check_model(body.model)
-    prompt = await render_chat(service, conversation_of(as_chat(body, chat_fields)))
+    with told_as(_NAMES):
+        chat = as_chat(body, chat_fields)
+        prompt = await render_chat(service, conversation_of(chat, plan_of(service, chat)), any_length=True)
     return JSONAnswer({"input_tokens": len(prompt.token_ids)})
 
 
@@ -87,14 +89,16 @@ async def _whole_answer(service: Service, body: MessagesRequest, context: Reques
         async for pieces in answer:
             for piece in pieces:
                 builder.add(piece)
-    builder.end(answer.usage, _length_reason(answer, body.max_tokens))
+    builder.end(answer.usage, _length_reason(service, answer, body.max_tokens))
     return JSONAnswer(builder.message)
 
 
-async def _chunks(answer: ChatAnswer, builder: MessageBuilder, max_tokens: int) -> AsyncIterator[bytes]:
+async def _chunks(
+    service: Service, answer: ChatAnswer, builder: MessageBuilder, max_tokens: int
+) -> AsyncIterator[bytes]:
     begun = False
     async for pieces in answer:
-        events: list[Event] = []
+        events: list[SseEvent] = []
         if not begun:  # only now it is known how much of the prompt was cached
             events += [*builder.begin(_of_prompt(answer.usage)), {"type": "ping"}]
             begun = True
@@ -102,13 +106,14 @@ async def _chunks(answer: ChatAnswer, builder: MessageBuilder, max_tokens: int) 
             events += builder.add(piece)
         if events:
             yield to_sse(events)
-    yield to_sse(builder.end(answer.usage, _length_reason(answer, max_tokens)))
+    yield to_sse(builder.end(answer.usage, _length_reason(service, answer, max_tokens)))
 
 
 def _of_prompt(usage: Usage) -> Usage:
     return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 
 
-def _length_reason(answer: ChatAnswer, max_tokens: int) -> str:
+def _length_reason(service: Service, answer: ChatAnswer, max_tokens: int) -> str:
     """Why an answer that was cut was cut."""
-    return "max_tokens" if answer.usage.completion_tokens >= max_tokens else "model_context_window_exceeded"
+    limit = capped(service, max_tokens) or max_tokens
+    return "max_tokens" if answer.usage.completion_tokens >= limit else "model_context_window_exceeded"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # The first two as vLLM calls them.
-REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "unavailable", "quota", "other")
+REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "grammars", "other")
 UNKNOWN_ROUTE = "unmatched"
 CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization")
 

@@ -12,6 +12,7 @@ from ..errors import DeadlineExceededError, EngineClosedError, EngineDiedError, 
 from ..generation.request import FinishReason, Request, RequestMetrics
 from ..generation.sampling.params import SamplingParams
 from .access_log import HttpRecord, RequestLog, current_record
+from .errors import ApiError
 from .metrics import Metrics
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
-_ABORTED = (RequestAbortedError, DeadlineExceededError, EngineClosedError)
+# An `ApiError` is what whoever aborts a request, such as a server that stops, has its client told.
+_ABORTED = (RequestAbortedError, DeadlineExceededError, EngineClosedError, ApiError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from ..errors import ConfigurationError
 from ..generation.structured.params import StructuredOutputsParams
 from .answer_parser import AnswerParser, hidden_special_tokens
+from .command_line import UsageError
 from .reasoning_parsers import ReasoningParser, detect_reasoning_parser, get_reasoning_parser, reasoning_parsers
 from .reasoning_parsers.constraint import after_reasoning
 from .tool_choice import ToolPlan
@@ -56,7 +56,9 @@ class RequestParsers:
         """Returns an id for a call, of the kind that the model's template takes."""
         return new_call_id(self.plan.id_style)
 
-    def constrain(self, params: StructuredOutputsParams, tokenizer: Any) -> StructuredOutputsParams:
+    def constrain(
+        self, params: StructuredOutputsParams, tokenizer: Any, *, beside_calls: bool = False
+    ) -> StructuredOutputsParams:
         """Returns a constraint as it holds for answers that may begin with reasoning.
 
         Args:
@@ -64,12 +66,14 @@ class RequestParsers:
                 Asked for by `response_format` and the like, or `plan.structured_outputs`.
             tokenizer (`PreTrainedTokenizerBase`):
                 The model's tokenizer.
+            beside_calls (`bool`, *optional*, defaults to `False`):
+                Whether the model may also call a tool, if the request lets it choose.
 
         Raises:
-            InvalidRequestError: If this kind of constraint cannot follow reasoning.
+            InvalidRequestError: If this kind of constraint cannot follow reasoning, or stand beside calls.
         """
-        parser = self._reasoning_parser()
-        return params if parser is None else after_reasoning(params, parser, tokenizer)
+        calls = self.plan.parser if beside_calls else None
+        return after_reasoning(params, self._reasoning_parser(), tokenizer, calls=calls)
 
     def _reasoning_parser(self) -> ReasoningParser | None:
         return None if self.reasoning is None else self.reasoning(self.prompt, self.continued)
@@ -121,7 +125,6 @@ def choose_parsers(
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
-    chat_template: str | None = None,
 ) -> ParserChoice:
     """Returns the parsers that a server was told to use.
 
@@ -132,14 +135,12 @@ def choose_parsers(
             Of `--tool-call-parser`; `"auto"` looks into the chat template.
         reasoning_parser (`str`, *optional*):
             Of `--reasoning-parser`; `"auto"` likewise.
-        chat_template (`str`, *optional*):
-            The template's text, by default the tokenizer's.
 
     Raises:
         UnknownNameError: If there is no parser of that name.
-        ConfigurationError: If `"auto"` finds none.
+        UsageError: If `"auto"` finds none.
     """
-    template = chat_template or _template(tokenizer)
+    template = _template(tokenizer)
     tool = reasoning = None
     if tool_call_parser == "auto":
         tool_call_parser = _found("--tool-call-parser", detect_tool_parser(template), tool_parsers)
@@ -166,7 +167,7 @@ def _template(tokenizer: Any) -> str:
 
 def _found(option: str, name: str | None, known: Any) -> str:
     if name is None:
-        raise ConfigurationError(
+        raise UsageError(
             f"`{option}` is auto, but the model's chat template has none of the marks of a known format; choose one of "
             f"{', '.join(known)}, or leave the option out."
         )

@@ -10,20 +10,21 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import logging
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ConfigurationError
 from .errors import ApiError
 from .protocol.openai import ChatMessage, ContentPart, parsed_arguments
+from .request_templates import TemplateProcess
 from .service import Prompt, Service
-from .template_process import TemplateProcess, TemplateTimeout
 from .time_limit import Interrupted, TimeLimit
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE_SECONDS = 5.0
 
@@ -68,7 +69,9 @@ class Conversation:
     add_special_tokens: bool = False
 
 
-async def render_chat(service: Service, conversation: Conversation, *, keep_last: int | None = None) -> Prompt:
+async def render_chat(
+    service: Service, conversation: Conversation, *, keep_last: int | None = None, any_length: bool = False
+) -> Prompt:
     """Returns a conversation as a prompt.
 
     Args:
@@ -78,21 +81,24 @@ async def render_chat(service: Service, conversation: Conversation, *, keep_last
             What to render.
         keep_last (`int`, *optional*):
             Cut the prompt to its last tokens.
+        any_length (`bool`, defaults to `False`):
+            Whether the prompt may be longer than the context, since it is only counted.
 
     Raises:
         ApiError: 400, if the messages are not what this model takes, or too long.
     """
     template = _template(service, conversation)
-    if len(conversation.messages) > service.max_model_len:
+    if len(conversation.messages) > service.max_model_len and not any_length:
         raise too_long(service, "messages", f"at least {len(conversation.messages)}")
     arguments = _template_arguments(service, conversation, template)
-    encode = functools.partial(_encode, service, "messages", conversation.add_special_tokens, keep_last)
+    run = service.run_aside if any_length else service.run
+    encode = functools.partial(_encode, service, "messages", conversation.add_special_tokens, keep_last, any_length)
     if conversation.template is not None:
-        return await service.run(encode, await _render_elsewhere(service, conversation, template, arguments))
+        return await run(encode, await _render_elsewhere(service, conversation, template, arguments))
     limit = TimeLimit(asyncio.get_running_loop(), TEMPLATE_SECONDS)
     render = functools.partial(_render, service.tokenizer, conversation, template, arguments, limit)
     try:
-        return await service.run(lambda: encode(render()))  # one way to the workers and back
+        return await run(lambda: encode(render()))  # one way to the workers and back
     except Interrupted:
         raise _late("messages") from None
     finally:
@@ -106,6 +112,7 @@ async def tokenize_text(
     param: str = "prompt",
     add_special_tokens: bool = True,
     keep_last: int | None = None,
+    any_length: bool = False,
 ) -> Prompt:
     """Returns a text as a prompt.
 
@@ -120,11 +127,14 @@ async def tokenize_text(
             Whether the tokenizer adds a beginning-of-sequence token and the like.
         keep_last (`int`, *optional*):
             Cut the prompt to its last tokens.
+        any_length (`bool`, defaults to `False`):
+            Whether the prompt may be longer than the context, since it is only counted.
 
     Raises:
         ApiError: 400, if it is no text, empty, or certainly too long.
     """
-    return await service.run(_encode, service, param, add_special_tokens, keep_last, text)
+    run = service.run_aside if any_length else service.run
+    return await run(_encode, service, param, add_special_tokens, keep_last, any_length, text)
 
 
 def too_long(service: Service, param: str, num_tokens: int | str, max_tokens: int | None = None) -> ApiError:
@@ -141,34 +151,15 @@ def too_long(service: Service, param: str, num_tokens: int | str, max_tokens: in
             What was asked for as an answer.
     """
     limit = service.max_model_len
+    tokens = "token" if num_tokens == 1 else "tokens"
     answer = f"an answer of up to {max_tokens}" if max_tokens is not None else "an answer of at least 1"
     return ApiError(
         400,
-        f"This model's maximum context length is {limit} tokens, but `{param}` has {num_tokens} tokens and {answer} "
+        f"This model's maximum context length is {limit} tokens, but `{param}` has {num_tokens} {tokens} and {answer} "
         f"was asked for. Shorten it{', or lower `max_tokens`' if max_tokens is not None else ''}.",
         param=param,
         code="context_length_exceeded",
     )
-
-
-def load_chat_template(value: str) -> str:
-    """Returns the template that `--chat-template` names.
-
-    Args:
-        value (`str`):
-            A file, or the template itself.
-
-    Raises:
-        ConfigurationError: If it is neither.
-    """
-    if "{" in value or "\n" in value:
-        return value
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"`--chat-template` {value!r} is neither a file that can be read ({error.strerror}) nor a template."
-        ) from error
 
 
 # ------------------------------------------------------------------ what the template gets
@@ -185,7 +176,7 @@ def _template(service: Service, conversation: Conversation) -> str:
             )
         return conversation.template
     try:
-        return service.tokenizer.get_chat_template(tools=list(conversation.tools) or None)
+        template = service.tokenizer.get_chat_template(tools=list(conversation.tools) or None)
     except ValueError:
         raise ApiError(
             400,
@@ -193,6 +184,17 @@ def _template(service: Service, conversation: Conversation) -> str:
             param="messages",
             code="no_chat_template",
         ) from None
+    if conversation.tools and "tools" not in template:
+        _warn_of_unseen_tools()
+    return template
+
+
+@functools.cache
+def _warn_of_unseen_tools() -> None:
+    logger.warning(
+        "A request has `tools`, which the chat template leaves out: the model is not told of them. Forced calls work; "
+        "others will hardly be made."
+    )
 
 
 def _template_arguments(service: Service, conversation: Conversation, template: str) -> dict[str, Any]:
@@ -323,7 +325,7 @@ async def _render_elsewhere(
     given = {**service.tokenizer.special_tokens_map, **arguments, "chat_template": template}
     try:
         return await _process_of(service).render({**given, "conversations": [messages]}, TEMPLATE_SECONDS)
-    except TemplateTimeout:
+    except TimeoutError:
         raise _late("chat_template") from None
     except ValueError as error:
         raise _refused(error) from error
@@ -348,19 +350,23 @@ def _process_of(service: Service) -> TemplateProcess:
     process = _PROCESSES.get(service)
     if process is None:
         process = _PROCESSES[service] = TemplateProcess()
-        weakref.finalize(service, process.close)
+        weakref.finalize(service, process.end)
     return process
 
 
 # ------------------------------------------------------------------ tokenizing
 
 
-def _encode(service: Service, param: str, add_special_tokens: bool, keep_last: int | None, text: str) -> Prompt:
+def _encode(
+    service: Service, param: str, add_special_tokens: bool, keep_last: int | None, any_length: bool, text: str
+) -> Prompt:
     """Makes tokens of a text; runs in a worker."""
     longest = _longest_token(service.tokenizer)
     if keep_last is not None:
         text = text[-(keep_last + _MARGIN) * longest :]
-    elif len(text) > service.max_model_len * longest:  # tokenizing it would take seconds, for nothing
+    elif (
+        len(text) > service.max_model_len * longest and not any_length
+    ):  # tokenizing it would take seconds, for nothing
         raise too_long(service, param, f"at least {len(text) // longest}")
     try:
         text.encode()

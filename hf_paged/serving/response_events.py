@@ -7,9 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import ApiError
-from .events import ChatEvent, ChoiceEnd, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, Usage
+from .events import (
+    ChatEvent,
+    ChoiceEnd,
+    ContentDelta,
+    ReasoningDelta,
+    SseEvent,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
 
-Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 
 
@@ -45,13 +53,13 @@ class ResponseBuilder:
         self._finish_reason: str | None = None
         self._number = 0
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[SseEvent]:
         """The request has been accepted."""
         return [self._event("response.created", response=self._snapshot())] + [
             self._event("response.in_progress", response=self._snapshot())
         ]
 
-    def add(self, event: ChatEvent) -> list[Event]:
+    def add(self, event: ChatEvent) -> list[SseEvent]:
         """A piece of the answer has come.
 
         Args:
@@ -71,7 +79,7 @@ class ResponseBuilder:
         self._finish_reason = event.finish_reason
         return []
 
-    def end(self, usage: Usage) -> list[Event]:
+    def end(self, usage: Usage) -> list[SseEvent]:
         """The answer is complete.
 
         Args:
@@ -79,7 +87,7 @@ class ResponseBuilder:
                 Its tokens.
         """
         cut = self._finish_reason == "length"
-        events: list[Event] = []
+        events: list[SseEvent] = []
         if not self._output:  # clients look for a first item
             events += self._open_message()
             events += self._add_delta(self._blank)
@@ -92,7 +100,7 @@ class ResponseBuilder:
             self.response["completed_at"] = int(time.time())
         return [*events, self._event(f"response.{status}", response=self.response)]
 
-    def fail(self, error: ApiError) -> list[Event]:
+    def fail(self, error: ApiError) -> list[SseEvent]:
         """The answer will never be complete.
 
         Args:
@@ -105,7 +113,7 @@ class ResponseBuilder:
         self.response.update(status="failed", error={"code": code, "message": error.message})
         return [self._event("response.failed", response=self.response)]
 
-    def _event(self, type_: str, **fields: Any) -> Event:
+    def _event(self, type_: str, **fields: Any) -> SseEvent:
         event = {"type": type_, "sequence_number": self._number, **fields}
         self._number += 1
         return event
@@ -123,7 +131,7 @@ class ResponseBuilder:
     def _is_open(self, type_: str) -> bool:
         return self._item is not None and self._item["type"] == type_
 
-    def _add_text(self, delta: ContentDelta) -> list[Event]:
+    def _add_text(self, delta: ContentDelta) -> list[SseEvent]:
         if delta.text or not self._is_open("function_call"):  # a call's tokens come as texts without text
             self._logprobs += self._logprobs_of(delta)
         text = self._blank + delta.text
@@ -136,7 +144,7 @@ class ResponseBuilder:
             return []
         return self._open_message() + self._add_delta(text)
 
-    def _add_delta(self, text: str) -> list[Event]:
+    def _add_delta(self, text: str) -> list[SseEvent]:
         assert self._item is not None, "a message is open"
         part, logprobs = self._item["content"][0], self._logprobs
         part["text"] += text
@@ -147,7 +155,7 @@ class ResponseBuilder:
         place = self._place()
         return [self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)]
 
-    def _add_reasoning(self, text: str) -> list[Event]:
+    def _add_reasoning(self, text: str) -> list[SseEvent]:
         if not text:
             return []
         events = [] if self._is_open("reasoning") else self._open_reasoning()
@@ -155,22 +163,22 @@ class ResponseBuilder:
         self._item["content"][0]["text"] += text
         return [*events, self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)]
 
-    def _add_arguments(self, text: str) -> list[Event]:
+    def _add_arguments(self, text: str) -> list[SseEvent]:
         assert self._item is not None and self._is_open("function_call"), "arguments follow the start of their call"
         self._item["arguments"] += text
         return [self._event("response.function_call_arguments.delta", **self._place(), delta=text)] if text else []
 
     # ------------------------------------------------------------------ items
 
-    def _open_message(self) -> list[Event]:
+    def _open_message(self) -> list[SseEvent]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return self._open("msg", {"type": "message", "role": "assistant", "content": [part]})
 
-    def _open_reasoning(self) -> list[Event]:
+    def _open_reasoning(self) -> list[SseEvent]:
         part = {"type": "reasoning_text", "text": ""}
         return self._open("rs", {"type": "reasoning", "summary": [], "content": [part]})
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> list[Event]:
+    def _open(self, prefix: str, item: dict[str, Any]) -> list[SseEvent]:
         """Begins an item; what was being written is complete."""
         events = self._close("completed")
         # Log-probabilities and white space between two items belong to neither; before a message they are its own.
@@ -187,7 +195,7 @@ class ResponseBuilder:
             events.append(self._event("response.content_part.added", **place, content_index=0, part=part))
         return events
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[SseEvent]:
         """Ends the item that is being written, if there is one."""
         if self._item is None:
             return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,9 +18,9 @@ from .logprobs import chat_logprobs, token_texts
 from .protocol.response_object import new_response
 from .protocol.responses import ResponsesRequest, chat_fields
 from .protocol.translation import as_chat, told_as
-from .response_events import Event, ResponseBuilder
+from .response_events import ResponseBuilder
 from .service import RequestContext, Service
-from .streaming import EventStream, JSONAnswer, answer_unless_gone, to_json, wants_stream
+from .streaming import EventStream, JSONAnswer, answer_unless_gone, to_sse, wants_stream
 
 router = APIRouter()
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -52,11 +52,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 async def _start(
     service: Service, body: ResponsesRequest, context: RequestContext, *, stream: bool
 ) -> tuple[ChatAnswer, ResponseBuilder]:
-    model = service.check_model(body.model)
+    response = new_response(body, context.request_id, service.check_model(body.model), int(time.time()))
+    builder = ResponseBuilder(response, _logprobs_of(service, body))
     with told_as(_NAMES):
-        answer = await start_chat(service, as_chat(body, chat_fields), context, stream=stream)
-    response = new_response(body, context.request_id, model, int(time.time()))
-    return answer, ResponseBuilder(response, _logprobs_of(service, body))
+        return await start_chat(service, as_chat(body, chat_fields), context, stream=stream), builder
 
 
 async def _whole_answer(service: Service, body: ResponsesRequest, context: RequestContext) -> Response:
@@ -76,16 +75,6 @@ async def _chunks(answer: ChatAnswer, builder: ResponseBuilder) -> AsyncIterator
         if events:
             yield to_sse(events)
     yield to_sse(builder.end(answer.usage))
-
-
-def to_sse(events: Iterable[Event]) -> bytes:
-    """Returns events as a stream tells them, each with its type as the event's name.
-
-    Args:
-        events (`Iterable[dict[str, Any]]`):
-            Each has a `type`.
-    """
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events)
 
 
 def _logprobs_of(service: Service, body: ResponsesRequest) -> Callable[[ContentDelta], list[dict[str, Any]]]:

@@ -8,13 +8,16 @@ import re
 from typing import Any
 
 from ..errors import InvalidRequestError, NotSupportedError, QueueFullError
+from ..generation.model_state import sampling_defaults
 from ..generation.sampling.params import SamplingParams
 from ..generation.structured.params import StructuredOutputsParams
 from .errors import ApiError, to_api_error
+from .parser_choice import RequestParsers
 from .protocol.common import SamplingFields
 from .rendering import too_long
 from .service import Service
 
+MAX_PROMPT_LOGPROBS = 1_000_000  # entries in an answer: some 60 MB of JSON
 _KIND = re.compile(r"`structured_outputs\.\w+`")
 # Fields that mean the same, under the same name.
 _PASSED = (
@@ -98,10 +101,13 @@ class Form:
             The request's field, for errors.
         params (`StructuredOutputsParams`):
             The form.
+        beside_calls (`bool`, *optional*, defaults to `False`):
+            Whether it is that of answers only, so that a model which may call tools can do so.
     """
 
     field: str
     params: StructuredOutputsParams
+    beside_calls: bool = False
 
 
 def form_of(request: SamplingFields) -> Form | None:
@@ -120,7 +126,8 @@ def form_of(request: SamplingFields) -> Form | None:
         raise ApiError(400, f"Only one of {names} can be given.", param=[*forms][1])
     for field, values in forms.items():
         try:
-            return Form(field, StructuredOutputsParams.of(values))
+            # OpenAI's form is that of answers; the others, which are vLLM's, are that of the whole text.
+            return Form(field, StructuredOutputsParams.of(values), field.startswith("response_format"))
         except InvalidRequestError as error:
             raise _malformed(field, error) from error
     return None
@@ -148,7 +155,9 @@ def _forms(request: SamplingFields) -> dict[str, dict[str, Any]]:
     return forms
 
 
-async def prepare_grammar(service: Service, form: Form, constraint: StructuredOutputsParams | None = None) -> None:
+async def prepare_grammar(
+    service: Service, form: Form, parsers: RequestParsers | None = None
+) -> StructuredOutputsParams:
     """Has a grammar compiled, so that its mistakes are told before the request is queued.
 
     Args:
@@ -156,30 +165,52 @@ async def prepare_grammar(service: Service, form: Form, constraint: StructuredOu
             Has the engine.
         form (`Form`):
             What the answer must look like.
-        constraint (`StructuredOutputsParams`, *optional*):
-            The same behind reasoning.
+        parsers (`RequestParsers`, *optional*):
+            Know whether reasoning comes before it.
+
+    Returns:
+        `StructuredOutputsParams`: The form as it holds from the answer's beginning on, reasoning included.
 
     Raises:
-        ApiError: 400, if it does not compile.
+        ApiError: 400, if it does not compile, or cannot follow reasoning.
+        QueueFullError: If too many wait to be compiled.
     """
     try:
+        constraint = form.params
+        if parsers is not None:
+            constraint = parsers.constrain(form.params, service.tokenizer, beside_calls=form.beside_calls)
         try:
-            await _compiled(service, constraint or form.params)
+            await _compiled(service, constraint)
         except InvalidRequestError:
-            if constraint in (None, form.params):
+            if constraint == form.params:
                 raise
             # What the request says is wrong by itself, most likely, and can be told in its own terms.
             await _compiled(service, form.params)
             raise
     except QueueFullError:
+        service.metrics.rejected("grammars")
         raise
     except InvalidRequestError as error:
         raise _malformed(form.field, error) from error
+    return constraint
 
 
 async def _compiled(service: Service, params: StructuredOutputsParams) -> None:
     compiling = service.engine.engine.grammars.submit(params, service.tokenizer)
     await asyncio.shield(asyncio.wrap_future(compiling))  # others may wait for the same grammar
+
+
+def capped(service: Service, max_tokens: int | None) -> int | None:
+    """Returns how many tokens an answer may have: as the request says, but not more than the model's configuration.
+
+    Args:
+        service (`Service`):
+            Has the model, whose generation configuration may set `max_new_tokens`: a cap for all requests, as in vLLM.
+        max_tokens (`int`, *optional*):
+            What the request says.
+    """
+    limits = (max_tokens, sampling_defaults(service.engine.model)["max_tokens"])
+    return min([limit for limit in limits if limit is not None], default=None)
 
 
 def kept_prompt_tokens(service: Service, request: SamplingFields, max_tokens: int | None) -> int | None:
@@ -197,6 +228,34 @@ def kept_prompt_tokens(service: Service, request: SamplingFields, max_tokens: in
     if kept is None or kept > 0:
         return kept
     return max(1, service.max_model_len - max(1, max_tokens or 1))
+
+
+def check_prompt_logprobs(params: SamplingParams, num_tokens: int, num_copies: int = 1) -> None:
+    """Refuses a small request whose answer would be huge: every token of a prompt with its log-probabilities.
+
+    Args:
+        params (`SamplingParams`):
+            How to sample.
+        num_tokens (`int`):
+            Of all prompts of the request.
+        num_copies (`int`, defaults to 1):
+            How often the answer has each prompt.
+
+    Raises:
+        ApiError: 400, with the limit and the way out.
+    """
+    if params.prompt_logprobs is None:
+        return
+    count = num_copies * num_tokens * (params.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        copies = f" x {num_copies} answers (`n`)" if num_copies > 1 else ""
+        raise ApiError(
+            400,
+            f"`prompt_logprobs` (or `echo` with `logprobs`) would give {count} log-probabilities of the prompt: "
+            f"{num_tokens} tokens x {params.prompt_logprobs + 1}{copies}; at most {MAX_PROMPT_LOGPROBS} are given in "
+            "an answer. Ask for fewer of each token, for fewer answers, or about fewer prompts at a time.",
+            param="prompt_logprobs",
+        )
 
 
 def check_room(

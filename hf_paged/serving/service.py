@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..errors import DeadlineExceededError
 from ..generation.answer_stream import AnswerStream
 from ..generation.async_engine import AsyncEngine
 from ..generation.sampling.params import SamplingParams
@@ -52,9 +54,11 @@ class RequestContext:
         cache_salt (`str`, *optional*):
             Prompts share cached blocks only with prompts of the same salt.
         deadline (`float`, *optional*):
-            Seconds that it may take.
+            Seconds that it may take, from its arrival on.
         trace (`Any`, *optional*):
             The span that it belongs to.
+        arrived (`float`, defaults to now):
+            When it arrived, by `time.monotonic()`.
     """
 
     request_id: str
@@ -62,6 +66,23 @@ class RequestContext:
     cache_salt: str | None = None
     deadline: float | None = None
     trace: Any = None
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+
+    @contextlib.asynccontextmanager
+    async def before_deadline(self) -> AsyncIterator[None]:
+        """Ends what is done for a request before the engine has it (template, tokens, grammar) at its deadline, too.
+
+        Raises:
+            DeadlineExceededError: If that is reached.
+        """
+        left = None if self.deadline is None else self.deadline - (time.monotonic() - self.arrived)
+        try:
+            async with asyncio.timeout(left) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceededError(f"The answer was not begun within {self.deadline:g} s.") from None
 
 
 class Service:
@@ -111,6 +132,7 @@ class Service:
         self._seeds = random.Random(settings.seed) if settings.seed is not None else None
         # Tokenizers run outside of the interpreter's lock, but two cores are not to be taken from the engine.
         self._workers = concurrent.futures.ThreadPoolExecutor(max_workers=2, thread_name_prefix="hf_paged-worker")
+        self._slow_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hf_paged-slow-worker")
 
     @property
     def max_model_len(self) -> int:
@@ -127,6 +149,17 @@ class Service:
                 Its arguments.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
+
+    async def run_aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs what may take many seconds in a thread of its own, one after the other.
+
+        Args:
+            function (`Callable`):
+                What to run.
+            args (`Any`):
+                Its arguments.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._slow_worker, function, *args)
 
     def check_model(self, name: str | None) -> str:
         """Returns the name under which the model answers.
@@ -213,6 +246,7 @@ class Service:
             extra_keys=() if context.cache_salt is None else ("salt", context.cache_salt),
             stream=stream,
             deadline=context.deadline,
+            arrived=context.arrived,
         )
         self.observability.watch(answers, context.trace)
         return answers
@@ -220,5 +254,6 @@ class Service:
     def close(self) -> None:
         """Ends the engine's thread and the workers, and sends the last traces."""
         self.engine.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._slow_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
         self.observability.close()

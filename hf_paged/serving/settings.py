@@ -49,17 +49,18 @@ class ServerSettings:
         revision (`str`, *optional*):
             Branch, tag or commit on the Hub.
         dtype (`str`, defaults to `"auto"`):
-            Dtype of the weights: auto (the checkpoint's own), float32, bfloat16, float16, half or float.
+            Dtype of the weights; auto is the checkpoint's own, half is float16, float is float32.
         device (`str`, defaults to `"auto"`):
             Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         quantization (`str`, *optional*):
-            Reserved.
+            Not built yet. A checkpoint that is quantized says so itself, and needs no flag.
         trust_remote_code (`bool`, defaults to `False`):
             Run model code that comes with the checkpoint.
         seed (`int`, *optional*):
             Makes requests without a seed of their own repeatable.
         max_model_len (`int`, *optional*):
-            Prompt and answer together, in tokens; 8k is 8000, 8K is 8192. By default the model's own limit.
+            Prompt and answer together, in tokens; 8k is 8000, 8K is 8192. By default, and at most, the model's own
+            limit.
         tensor_parallel_size (`int`, defaults to 1):
             Devices; only 1 so far.
         generation_config (`str`, defaults to `"auto"`):
@@ -182,7 +183,7 @@ class ServerSettings:
         log_level (`str`, defaults to `"info"`):
             debug, info, warning, error or critical.
         disable_access_log_for_endpoints (`tuple[str, ...]`, *optional*):
-            Paths whose requests are not logged, such as /health,/metrics.
+            Further paths whose requests are not logged, beside /health, /metrics and the other ones of probes.
         vllm_metric_names (`bool`, defaults to `True`):
             Give each metric under its vllm:* name as well.
         otlp_traces_endpoint (`str`, *optional*):
@@ -203,7 +204,7 @@ class ServerSettings:
     tokenizer: str | None = _in(_MODEL, None)
     served_model_name: tuple[str, ...] | None = _in(_MODEL, None, metavar="NAME")
     revision: str | None = _in(_MODEL, None)
-    dtype: str = _in(_MODEL, "auto")
+    dtype: str = _in(_MODEL, "auto", choices=("auto", "half", "float16", "bfloat16", "float", "float32", "float64"))
     device: str = _in(_MODEL, "auto")
     quantization: str | None = _in(_MODEL, None, flags=("-q",), metavar="NAME")
     trust_remote_code: bool = _in(_MODEL, False)
@@ -338,8 +339,9 @@ class ServerSettings:
         return PagedConfig(**{name: getattr(self, name) for name in names})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings but the secret ones as plain values, for JSON."""
-        shown = [field.name for field in dataclasses.fields(self) if not field.metadata.get("secret")]
+        """Returns all settings but the secret ones as plain values, for JSON; a demo's model is named like others."""
+        hidden = {"demo", *(field.name for field in dataclasses.fields(self) if field.metadata.get("secret"))}
+        shown = [field.name for field in dataclasses.fields(self) if field.name not in hidden]
         return {name: getattr(self, name) for name in shown}
 
 

@@ -10,13 +10,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from .. import __version__
+from .context import service_of
 from .service import Service
 
 router = APIRouter()
-
-
-def _service(request: Request) -> Service:
-    return request.app.state.service
 
 
 def trouble(service: Service) -> str | None:
@@ -35,6 +32,8 @@ def trouble(service: Service) -> str | None:
     return None
 
 
+@router.post("/ping", include_in_schema=False)  # what SageMaker and its like ask for
+@router.get("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> JSONResponse:
@@ -44,7 +43,7 @@ async def health(request: Request) -> JSONResponse:
         request (`Request`):
             The request.
     """
-    problem = trouble(_service(request))
+    problem = trouble(service_of(request))
     if problem is not None:
         return JSONResponse({"status": "error", "message": problem}, 503)
     return JSONResponse({"status": "ok"})
@@ -59,7 +58,7 @@ async def ready(request: Request) -> JSONResponse:
         request (`Request`):
             The request.
     """
-    service = _service(request)
+    service = service_of(request)
     problem = "The server is shutting down." if service.draining else trouble(service)
     if problem is not None:
         return JSONResponse({"status": "error", "message": problem}, 503)
@@ -91,7 +90,7 @@ async def get_load(request: Request) -> dict[str, int]:
         request (`Request`):
             The request.
     """
-    figures = _figures(_service(request))
+    figures = _figures(service_of(request))
     total, waiting = figures["num_total_reqs"], figures["num_waiting_reqs"]
     return {"load": total, "num_reqs": total, "num_waiting_reqs": waiting, "num_tokens": figures["num_used_tokens"]}
 
@@ -105,7 +104,7 @@ async def loads(request: Request) -> dict[str, Any]:
         request (`Request`):
             The request.
     """
-    service = _service(request)
+    service = service_of(request)
     return {
         "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
         "version": __version__,
@@ -124,7 +123,7 @@ async def server_info(request: Request) -> dict[str, Any]:
         request (`Request`):
             The request.
     """
-    service = _service(request)
+    service = service_of(request)
     settings, plan = service.settings, service.engine.engine.plan
     return {
         "version": __version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import orjson
@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestAbortedError
+from .access_log import CLIENT_LEFT
 from .errors import ApiError, to_api_error
-from .events import Usage
+from .events import SseEvent, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect chunks
-CLIENT_CLOSED_REQUEST = 499  # nobody gets it; the access log does
 
 
 class ClientGone(Exception):
@@ -73,6 +73,16 @@ def error_events(error: ApiError) -> bytes:
     return b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
 
 
+def to_sse(events: Iterable[SseEvent]) -> bytes:
+    """Returns events as streams of other APIs than the chats' tell them, each with its type as the event's name.
+
+    Args:
+        events (`Iterable[dict[str, Any]]`):
+            Each has a `type`.
+    """
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events)
+
+
 class EventStream(Response):
     """An answer of server-sent events.
 
@@ -106,9 +116,9 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._chunks = chunks
         self._abort = abort
-        self._keep_alive = keep_alive or None
+        self._keep_alive = keep_alive or float("inf")
         self._format_error = format_error
-        self._silent = True  # nothing was sent since the keeper last looked
+        self._sent = 0.0  # when, by the event loop's clock, something was sent last
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,24 +132,31 @@ class EventStream(Response):
             send (`Send`):
                 Of ASGI.
         """
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._send_watched(receive, send)
+        finally:
+            self._abort()
+        if not self._gone:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_watched(self, receive: Receive, send: Send) -> None:
+        self._sent = asyncio.get_running_loop().time()
         keeper = asyncio.create_task(self._keep(receive, send))
         try:
             await self._send_chunks(send)
         except ClientGone:
             self._gone = True
         finally:
-            self._abort()
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
-        if not self._gone:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_chunks(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
         try:
             async for chunk in self._chunks:
                 await self._send_part(send, chunk)
-                self._silent = False
+                self._sent = now()
         except ClientGone:
             raise
         except Exception as error:
@@ -155,15 +172,16 @@ class EventStream(Response):
 
     async def _keep(self, receive: Receive, send: Send) -> None:
         """Watches for the client's leaving, and keeps proxies from closing a silent connection."""
+        now = asyncio.get_running_loop().time
         while True:
             try:
-                async with asyncio.timeout(self._keep_alive):
+                async with asyncio.timeout_at(self._sent + self._keep_alive):
                     message = await receive()
             except TimeoutError:
-                if self._silent:
+                if now() >= self._sent + self._keep_alive:  # nothing was sent meanwhile
                     with contextlib.suppress(OSError):
                         await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
-                self._silent = True
+                    self._sent = now()
                 continue
             if message["type"] == "http.disconnect":
                 self._gone = True
@@ -301,4 +319,4 @@ async def answer_unless_gone(request: Request, work: Awaitable[Response]) -> Res
     try:
         return await unless_gone(request, work)
     except ClientGone:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_LEFT)  # nobody gets it; the access log does

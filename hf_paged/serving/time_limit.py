@@ -28,7 +28,7 @@ class TimeLimit:
     limit = TimeLimit(asyncio.get_running_loop(), 5.0)      # in the event loop
     with limit:                                             # in the worker
         work()
-    limit.cancel()                                          # in the event loop
+    limit.cancel()                                          # in the event loop, whether or not the block has ended
     ```
     """
 
@@ -64,6 +64,6 @@ class TimeLimit:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Interrupted))
 
     def cancel(self) -> None:
-        """Stops looking at the time."""
-        if self._timer is not None:
+        """Stops looking at the time, unless the block still runs: whoever waited for it may have been cancelled."""
+        if self._timer is not None and self._thread is None:
             self._timer.cancel()

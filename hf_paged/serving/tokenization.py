@@ -31,7 +31,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     tokens = (await _prompt(service, body)).token_ids
-    texts = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:  # of as many tokens as a body may have
+        texts = await service.run_aside(service.tokenizer.convert_ids_to_tokens, tokens)
     return JSONAnswer(
         {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
     )
@@ -42,7 +44,9 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
         text = body.prompt or ""
         if not text and (body.add_special_tokens is False or not service.tokenizer("")["input_ids"]):
             return Prompt([])
-        return await tokenize_text(service, text, add_special_tokens=body.add_special_tokens is not False)
+        return await tokenize_text(
+            service, text, add_special_tokens=body.add_special_tokens is not False, any_length=True
+        )
     conversation = Conversation(
         messages=body.messages,
         tools=body.tools or (),
@@ -53,7 +57,7 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    return await render_chat(service, conversation)
+    return await render_chat(service, conversation, any_length=True)
 
 
 @router.post("/detokenize", response_model=None)

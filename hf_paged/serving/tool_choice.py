@@ -3,12 +3,13 @@
     tool_choice        the prompt shows   the answer is forced to be               read by
     none, or no tools  the tools          nothing                                  nobody: markup of calls is text
     auto               the tools          nothing                                  the model's parser
+    allowed_tools      those allowed      as for its mode, auto or required        and so it is read
     required           the tools          [{"name": ..., "parameters": ...}, ...]  `RequiredToolParser`
     a function         the tools          the JSON object of its arguments         `NamedToolParser`
 
 The forced forms need no marker of any model, so they work with every model, also where no parser is chosen. The prompt
 shows the tools with `none` too, as vLLM does: earlier calls in the conversation keep their meaning, and the prompt's
-beginning stays in the prefix cache.
+beginning stays in the prefix cache. Tools that are not allowed are hidden from the model, and a call of one is text.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from .errors import ApiError
 from .tool_parsers import NamedToolParser, RequiredToolParser, ToolParser
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_DEPTH = 128  # of a function's parameters; no body is nested deeper
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI allows 64; agents send what MCP and Anthropic allow
 _DATA = ("const", "default", "enum", "examples")  # in these nothing is a schema
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # in these all are
 # Where a schema has one of these, its `properties` are not all that an object of it may have.
 _SAYS_MORE = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
@@ -48,6 +51,8 @@ class ToolPlan:
             `"none"`, `"auto"`, `"required"` or `"named"`.
         functions (`dict[str, Mapping[str, Any] | None]`):
             The functions that may be called, with the schemas of their parameters.
+        forbidden (`frozenset[str]`, *optional*):
+            Those that the request declares and does not allow.
         function (`str`, *optional*):
             The one that has to be called.
         parser (`type[ToolParser]`, *optional*):
@@ -62,6 +67,7 @@ class ToolPlan:
 
     choice: Literal["none", "auto", "required", "named"] = "none"
     functions: _Functions = dataclasses.field(default_factory=dict)
+    forbidden: frozenset[str] = frozenset()
     function: str | None = None
     parser: type[ToolParser] | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -74,7 +80,7 @@ class ToolPlan:
             return NamedToolParser(self.function or "")
         if self.choice == "required":
             return RequiredToolParser(self.functions)
-        return self.parser(self.functions) if self.parser is not None else None
+        return self.parser(self.functions, self.forbidden) if self.parser is not None else None
 
 
 def plan_tools(
@@ -102,13 +108,14 @@ def plan_tools(
     Raises:
         ApiError: If something is malformed, or is asked for that this server cannot do.
     """
-    functions = _functions(tools or ())
-    choice, functions = _choice(tool_choice, functions)
+    declared = _functions(tools or ())
+    choice, functions = _choice(tool_choice, declared)
     if choice == "none":
         return ToolPlan(functions=functions)
     plan = ToolPlan(
         "auto",
         functions,
+        frozenset(declared.keys() - functions.keys()),
         max_calls=1 if parallel_tool_calls is False else None,
         id_style="openai" if parser is None else parser.id_style,
     )
@@ -158,7 +165,7 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any] | None]:
 
 def _checked_name(name: Any, where: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _malformed(where, name, "must be 1 to 64 letters, digits, underscores and dashes")
+        raise _malformed(where, name, "must be 1 to 128 letters, digits, underscores and dashes")
     return name
 
 
@@ -174,7 +181,7 @@ def _choice(tool_choice: Any, functions: _Functions) -> tuple[_Choice, _Function
     if not functions:
         raise ApiError(
             400,
-            f"`tool_choice` is {tool_choice!r:.100}, but there are no `tools` to choose from.",
+            "`tool_choice` asks for a call, but there are no `tools` to choose from.",
             param="tool_choice",
         )
     if not isinstance(tool_choice, Mapping) or tool_choice.get("type", "function") not in ("function", "allowed_tools"):
@@ -234,10 +241,7 @@ def _calls_schema(functions: _Functions, max_calls: int | None) -> dict[str, Any
     calls, parameters = [], {}
     for name, schema in functions.items():
         place = f"#/$defs/{name}"
-        try:
-            parameters[name] = _moved(_arguments_schema(schema), place)
-        except RecursionError as error:
-            raise ApiError(400, f"The parameters of {name!r} are nested too deeply.", param="tools") from error
+        parameters[name] = _moved(_arguments_schema(schema), place)
         properties = {"name": {"const": name}, "parameters": {"$ref": place}}
         required = ["name", "parameters"]
         calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
@@ -245,14 +249,25 @@ def _calls_schema(functions: _Functions, max_calls: int | None) -> dict[str, Any
     return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": parameters}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: Any, place: str, depth: int = 0) -> Any:
     """The schema with its references to its own root, `#` and `#/...`, turned to the place where the root now lies."""
+    if depth > MAX_DEPTH:
+        message = f"The parameters of {place.rpartition('/')[2]!r} are nested deeper than {MAX_DEPTH} levels."
+        raise ApiError(400, message, param="tools")
     if isinstance(schema, (list, tuple)):
-        return [_moved(item, place) for item in schema]
+        return [_moved(item, place, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: value if key in _DATA else _moved(value, place) for key, value in schema.items()}
+    moved = {key: _moved_member(key, value, place, depth + 1) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         moved["$ref"] = place + reference[1:]
     return moved
+
+
+def _moved_member(key: str, value: Any, place: str, depth: int) -> Any:
+    if key in _DATA:
+        return value
+    if key in _BY_NAME and isinstance(value, Mapping):  # here `default` is the name of an argument
+        return {name: _moved(item, place, depth + 1) for name, item in value.items()}
+    return _moved(value, place, depth)

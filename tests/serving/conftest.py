@@ -5,6 +5,7 @@ make_client     the same with settings of one's own
 server          a thread of this process with a real socket: streams, clients that leave, broken HTTP
 make_server     the same with settings of one's own
 start_process   a real process: flags, signals, exit codes
+observed        no server: a module's one engine whose requests are watched, with metrics of each test's own
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.serving.observed import Observed
 from tests.serving.servers import ServerProcess, ServerThread, ended, make_tiny_service
 from tests.tools.tiny_checkpoint import tiny_checkpoint  # noqa: F401
 
@@ -78,3 +80,16 @@ def start_process(tiny_checkpoint: Path) -> Iterator[Callable[..., ServerProcess
 
     with ended(processes):
         yield start
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Observed]:
+    observed = Observed()
+    yield observed
+    observed.engine.close()
+
+
+@pytest.fixture
+def observed(shared: Observed) -> Observed:
+    shared.start_over()
+    return shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -23,29 +24,17 @@ from hf_paged.serving.access_log import (
     escaped,
     log_stats,
     note_error,
+    note_refusal,
 )
-from tests.serving.observed import PROMPTS, Observed
+from tests.serving.observed import PROMPTS
 
 SECRET = "my name is Bond"
-
-
-@pytest.fixture(scope="module")
-def shared():
-    observed = Observed()
-    yield observed
-    observed.engine.close()
-
-
-@pytest.fixture
-def observed(shared):
-    shared.start_over()
-    return shared
 
 
 @pytest.fixture
 def configured():
     """Configures logging for one test: returns a function that does it and returns where the lines go."""
-    names = (None, "hf_paged", "uvicorn", "uvicorn.error")
+    names = (None, "hf_paged", "huggingface_hub", "uvicorn", "uvicorn.error")
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     access = logging.getLogger("uvicorn.access")
@@ -99,6 +88,11 @@ def make_app(observed, **options):
     @app.get("/refuse/{status}")
     async def refuse(status: int):
         return JSONResponse({}, status_code=status)
+
+    @app.get("/field/{name:path}")
+    async def field(name: str):
+        note_refusal("not_supported", name)
+        return JSONResponse({}, status_code=400)
 
     @app.get("/fail")
     async def fail():
@@ -215,6 +209,16 @@ def test_probes_are_quiet_and_refusals_are_no_errors(observed, configured):
     assert "prompt" not in lines[0]
 
 
+def test_further_endpoints_may_be_quiet_beside_those_of_probes(make_client, caplog):
+    client = make_client(disable_access_log_for_endpoints=("/version",))
+    with caplog.at_level(logging.INFO, logger="hf_paged.access"):
+        for path in ("/health", "/metrics", "/version", "/v1/models"):
+            client.get(path)
+    assert [record.getMessage() for record in caplog.records if record.name == "hf_paged.access"] == [
+        "GET /v1/models 200"
+    ]
+
+
 def test_our_own_mistakes_are_errors_with_their_traceback(observed, configured):
     stream = configured("json")
     failed, raised = run(make_app(observed), ("GET", "/fail", {}), ("GET", "/raise", {}))
@@ -223,6 +227,22 @@ def test_our_own_mistakes_are_errors_with_their_traceback(observed, configured):
     assert noted["level"] == unexpected["level"] == "error"
     assert noted["error"].startswith("StepFailedError: a step") and "StepFailedError" in noted["traceback"]
     assert unexpected["error"] == "RuntimeError: unexpected" and "in raises" in unexpected["traceback"]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "response_format.json_schema", "messages[3].content[0].image_url"])
+def test_a_refusal_names_the_field(observed, configured, field):
+    stream = configured("json")
+    run(make_app(observed), ("GET", f"/field/{field}", {}))
+    (line,) = lines_of(stream)
+    assert (line["code"], line["param"]) == ("not_supported", field)
+
+
+@pytest.mark.parametrize("field", ["my name is Bond", "Bond", "metadata.a'b", "x" * 50, ".".join("abcdef")])
+def test_a_field_of_the_clients_own_words_is_not_named(observed, configured, field):
+    stream = configured("json")
+    run(make_app(observed), ("GET", f"/field/{field}", {}))
+    (line,) = lines_of(stream)
+    assert line["code"] == "not_supported" and "param" not in line
 
 
 def test_errors_outside_of_a_request_are_logged_too(configured):
@@ -289,6 +309,30 @@ def test_a_flood_of_refusals_is_counted_instead_of_logged(observed, configured):
     assert len(single) <= 60
 
 
+def test_a_flood_of_refusals_hides_no_error_of_our_own(observed, configured):
+    stream = configured("json")
+    app = AccessLogMiddleware(_refusing, observed.metrics)
+    failing = AccessLogMiddleware(_failing, observed.metrics)
+    failing._refusals, failing._failures = app._refusals, app._failures
+
+    async def flood():
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+        for number in range(1000):
+            await app(dict(scope), None, _nowhere)
+            if number >= 990:
+                with contextlib.suppress(RuntimeError):
+                    await failing(dict(scope), None, _nowhere)
+        await asyncio.sleep(1.2)
+
+    asyncio.run(flood())
+    errors = [line for line in lines_of(stream) if line["level"] == "error"]
+    assert len(errors) == 10 and all("RuntimeError" in line["traceback"] for line in errors)
+
+
+async def _failing(scope, receive, send):
+    raise RuntimeError("our own mistake")
+
+
 def test_logs_can_be_turned_off_but_for_errors(observed, configured):
     stream = configured("json")
     run(make_app(observed, lines=False), ("POST", "/v1/answer/x", {}), ("GET", "/refuse/503", {}), ("GET", "/fail", {}))
@@ -341,6 +385,13 @@ def test_the_engines_line_comes_while_it_is_busy_and_once_after(observed, config
     rates = [re.fullmatch(pattern, line["message"]).groups() for line in lines]
     assert max(float(answers) for _, answers in rates) > 0
     assert rates[-1] == ("0.0", "0.0") and lines[-1]["message"].startswith("running: 0, waiting: 0")
+
+
+def test_warnings_of_the_hubs_client_come_once(configured, capfd):
+    stream = configured()
+    logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
+    assert stream.getvalue().count("Retrying in 1s") == 1
+    assert "Retrying" not in capfd.readouterr().err
 
 
 def test_logging_can_be_configured_twice(configured):

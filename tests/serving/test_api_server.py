@@ -15,7 +15,7 @@ import pytest
 from transformers import T5Config
 
 from hf_paged.errors import ConfigurationError
-from hf_paged.serving import process_list
+from hf_paged.serving import loading, process_list
 from hf_paged.serving.api_server import main
 from hf_paged.serving.listening import allow_successors, bind, url
 from hf_paged.serving.settings import ServerSettings
@@ -56,7 +56,7 @@ def test_a_started_server_says_where_it_is_and_what_to_try_but_never_its_keys(st
     assert process.url.startswith("http://127.0.0.1:"), "it is not reachable from elsewhere unless told"
     words = shlex.split(curl.removeprefix("Try: "))
     assert words[:2] == ["curl", f"{process.url}/v1/chat/completions"]
-    headers = dict(word.replace("$HF_PAGED_API_KEY", "sk-secret-1").split(": ") for word in (words[3], words[5]))
+    headers = dict(word.replace("YOUR_KEY", "sk-secret-1").split(": ") for word in (words[3], words[5]))
     assert httpx.post(words[1], content=words[-1], headers=headers, timeout=60).status_code == 200
     with httpx.Client(base_url=process.url, timeout=60) as client:
         assert client.get("/v1/models").status_code == 401
@@ -99,7 +99,7 @@ def test_help_is_grouped_and_comes_without_loading_torch(module):
 def test_wrong_usage_is_one_line_and_exit_code_two(module):
     done = run("m", "--prt", "1", module=module)
     assert done.returncode == 2
-    assert done.stderr == "hf-paged: Unknown flag `--prt`; did you mean `--port`?; see --help.\n"
+    assert done.stderr == "hf-paged: Unknown flag `--prt`; did you mean `--port`? See --help.\n"
     done = run(module=module)
     assert done.returncode == 2
     assert "Name a MODEL" in done.stderr
@@ -108,27 +108,81 @@ def test_wrong_usage_is_one_line_and_exit_code_two(module):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tensor-parallel-size", "2"], "`tensor_parallel_size` 2 is not built yet"),
-        (["--quantization", "awq"], "`quantization` 'awq' is not built yet"),
-        (["--dtype", "float17"], "`dtype` 'float17' is no dtype of torch"),
-        (["--attn-backend", "nothing"], "nothing"),
-        (["--num-blocks", "1", "--block-size", "0"], "`block_size` must be a whole number of at least 1"),
-        (["--chat-template", "nothing.jinja"], "`--chat-template` 'nothing.jinja' is neither a file"),
-        (["--override-generation-config", '{"top_z": 1}'], "not 'top_z'"),
+        (["--attn-backend", "triton"], "triton"),
         (["--ssl-keyfile", "/nowhere", "--ssl-certfile", "/nowhere"], "do not make a certificate"),
-        (["--tool-call-parser", "nothing", "--enable-auto-tool-choice"], "nothing"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_start_in_one_line(tiny_checkpoint, flags, message, capfd):
-    assert main([str(tiny_checkpoint), "--port", "0", "--device", "cpu", *flags]) in (1, 2)
+    assert main([str(tiny_checkpoint), "--port", "0", "--device", "cpu", *flags]) == 1
     captured = capfd.readouterr()
     assert message in captured.err.splitlines()[-1]
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "`--tensor-parallel-size` 2 is not built yet"),
+        (["--quantization", "awq"], "`--quantization` 'awq' is not built yet; leave it out"),
+        (["--dtype", "float17"], "`--dtype` must be one of auto, half"),
+        (["--device", "cuda:99"], "`--device` 'cuda:99' is not there: torch"),
+        (["--device", "gpu"], "`--device` 'gpu' is no device of torch"),
+        (["--num-blocks", "1", "--block-size", "0"], "`block_size` must be a whole number of at least 1"),
+        (["--chat-template", "nothing.jinja"], "`--chat-template` 'nothing.jinja' is neither a file"),
+        (
+            ["--tool-call-parser", "nothing", "--enable-auto-tool-choice"],
+            "Unknown tool-call parser 'nothing'; available: hermes,",
+        ),
+        (["--reasoning-parser", "nothing"], "Unknown reasoning parser 'nothing'; available: think,"),
+        (["--attn-backend", "nothing"], "attention backend 'nothing'; available: "),
+        (["--override-generation-config", '{"top_z": 1}'], "not 'top_z'"),
+        (["--override-generation-config", '{"max_new_tokens": 0}'], "-config`: `max_tokens` must be"),
+        (["--override-generation-config", '{"temperature": "a"}'], "`temperature` must be a number"),
+        (["--tool-call-parser", "auto"], "`--tool-call-parser` is auto, but the model's chat template"),
+        (["--max-model-len", "9k"], "`--max-model-len` 9000 is more than the 8192 tokens of this model"),
+        (["--chat-template", "{{ a }}\n{% if %}"], "`--chat-template` is no template that Jinja takes: line 2: "),
+    ],
+)
+def test_wrong_usage_is_found_before_anything_is_loaded(tiny_checkpoint, flags, message, capfd, monkeypatch):
+    monkeypatch.setattr(loading, "LLM", None)
+    assert main([str(tiny_checkpoint), "--port", "0", *flags]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err.splitlines()[-1]
+    assert captured.out == ""
+
+
+def test_a_broken_template_is_named_with_its_file_and_line(tiny_checkpoint, tmp_path, capfd):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}\n\n{{ x | no_filter }}", encoding="utf-8")
+    assert main([str(tiny_checkpoint), "--port", "0", "--chat-template", str(path)]) == 2
+    assert f"`--chat-template` '{path}' is no template that Jinja takes: line 3: " in capfd.readouterr().err
+    path.write_bytes(b"\xff")
+    assert main([str(tiny_checkpoint), "--port", "0", "--chat-template", str(path)]) == 2
+    assert "it is no text in UTF-8" in capfd.readouterr().err
+
+
+def test_wrong_usage_comes_without_loading_torch(tmp_path):
+    """Also a model that is not there."""
+    calls = [
+        ["m", "-tp", "2"],
+        ["m", "--tool-call-parser", "x"],
+        ["m", "--chat-template", "/no"],
+        [str(tmp_path / "no")],
+    ]
+    program = f"from hf_paged.serving.api_server import main\nprint([main([*a, '--port', '0']) for a in {calls}])"
+    check = f"{program}\nimport sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert loaded.stdout.splitlines() == ["[2, 2, 2, 1]", "[]"]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_left_to_the_models_loading(tiny_checkpoint, capfd):
+    assert main([str(tiny_checkpoint), "--port", "0", "--tokenizer", "./nosuch"]) == 1
+    assert "nosuch" in capfd.readouterr().err
+
+
 def test_models_that_are_none_or_of_another_kind_are_refused_at_start(tmp_path, capfd):
     T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32).save_pretrained(tmp_path / "t5")
-    for model, message in ((tmp_path / "t5", "is no decoder-only language model"), (tmp_path / "none", "none")):
+    for model, message in ((tmp_path / "t5", "is no decoder-only language model"), (tmp_path / "none", "no folder")):
         assert main([str(model), "--port", "0"]) == 1
         captured = capfd.readouterr()
         assert message in captured.err
@@ -247,4 +301,6 @@ def test_routers_find_the_numbers_that_they_look_for(client):
     assert (info["served_model_name"], info["max_model_len"], info["tp_size"]) == ("tiny", 4096, 1)
     assert info["settings"]["port"] == 8000
     assert "api_key" not in info["settings"]
+    assert "demo" not in info["settings"], "once it is served, its model is one like others"
     assert client.head("/health").status_code == client.head("/ready").status_code == 200
+    assert client.get("/ping").json() == client.post("/ping").json() == client.get("/health").json()

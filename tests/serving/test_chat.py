@@ -10,6 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from hf_paged import SamplingParams
+from hf_paged.errors import QueueFullError
 from tests.serving.events import assert_alike, events_of, joined_chat
 from tests.serving.servers import chat, wait_until
 
@@ -278,6 +279,30 @@ def test_forms_that_make_no_sense_are_refused_by_name(client, fields, param):
     assert refusal(client, chat(**fields, stream=True)) == error, "before a stream begins"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs"),
+        ({"guided_grammar": 'start: "a"'}, "guided_grammar"),
+    ],
+)
+def test_a_form_that_cannot_follow_reasoning_is_refused_by_name(make_client, fields, param):
+    error = refusal(make_client(reasoning_parser="think"), chat(**fields))
+    assert error["param"] == param and f"`{param}" in error["message"] and "reasoning" in error["message"]
+
+
+def test_a_form_that_would_wait_too_long_is_refused_and_counted(client, monkeypatch):
+    service = client.app.state.service
+
+    def full(*args: Any) -> None:
+        raise QueueFullError("256 grammars wait to be compiled; try again later.")
+
+    monkeypatch.setattr(service.engine.engine.grammars, "submit", full)
+    before = service.metrics.rejections["grammars"]
+    assert refusal(client, forced("Yes."), 503)["code"] == "queue_full"
+    assert service.metrics.rejections["grammars"] == before + 1
+
+
 # ------------------------------------------------------------------ tools and reasoning
 
 
@@ -331,6 +356,49 @@ def test_a_call_can_be_forced_on_servers_without_a_parser(client, choice, stream
         assert [call["function"]["name"] for call in calls] == ["get_weather"]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_neither_shown_nor_called(agent, mode):
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    fields = {"max_tokens": 1} if mode == "required" else {}
+    body = {**forced(CALL), "tools": TOOLS, "tool_choice": choice, **fields}
+    alone = {**body, "tools": TOOLS[1:], "tool_choice": mode}
+    assert answer(agent, body)["usage"]["prompt_tokens"] == answer(agent, alone)["usage"]["prompt_tokens"]
+    if mode == "auto":
+        message = answer(agent, body)["choices"][0]["message"]
+        assert message["content"] == CALL and "tool_calls" not in message
+        [call] = answer(agent, {**body, **forced(OTHER_CALL)})["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "now"
+
+
+@pytest.mark.parametrize("call", [CALL, None])
+def test_a_model_that_must_answer_in_a_form_may_call_all_the_same(agent, call):
+    """Whichever of the two the model begins with."""
+    schema = {"json_schema": {"schema": {"enum": ["yes"]}}, "type": "json_schema"}
+    start = agent.app.state.service.tokenizer((call or '"')[0])["input_ids"][0]
+    body = chat(max_tokens=12, tools=TOOLS, response_format=schema, logit_bias={str(start): 100} if call else None)
+    message = answer(agent, body)["choices"][0]["message"]
+    if call:
+        assert message["content"].startswith("<tool_call>")
+    body["logit_bias"] = {str(start): 100}
+    if not call:
+        assert answer(agent, body)["choices"][0]["message"]["content"] == '"yes"'
+
+
+def test_a_form_beside_calls_that_have_no_mark_is_refused(make_client):
+    client = make_client(enable_auto_tool_choice=True, tool_call_parser="pythonic")
+    error = refusal(client, chat(tools=TOOLS, response_format={"type": "json_object"}))
+    assert error["param"] == "response_format" and "`tool_choice`" in error["message"]
+    assert answer(client, chat(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"}))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_form_that_makes_no_sense_is_refused_beside_forced_calls(client, choice):
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+    error = refusal(client, chat(tools=TOOLS, tool_choice=choice, response_format=schema))
+    assert error["param"] == "response_format.json_schema.schema"
+
+
 def test_the_markup_of_calls_is_text_where_tools_are_not_to_be_called(agent):
     [choice] = answer(agent, forced(CALL, tools=TOOLS, tool_choice="none"))["choices"]
     assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
@@ -348,7 +416,7 @@ def thinker(make_client):
     from hf_paged.serving.parser_choice import RequestParsers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestParsers, "constrain", lambda self, params, tokenizer: params)
+        patch.setattr(RequestParsers, "constrain", lambda self, params, tokenizer, **_: params)
         yield make_client(reasoning_parser="think", enable_auto_tool_choice=True, tool_call_parser="hermes")
 
 
@@ -378,6 +446,25 @@ def test_reasoning_can_be_left_out(thinker):
     message = answer(thinker, body)["choices"][0]["message"]
     assert "reasoning" not in message and message["content"] == "Yes."
     assert "reasoning" not in joined_chat(stream(thinker, body))[0]
+
+
+def test_tokens_of_reasoning_that_is_left_out_are_not_shown_either(thinker):
+    tokenizer = thinker.app.state.service.tokenizer
+    body = forced("<think>Well.</think>\n\nYes.", return_token_ids=True, logprobs=True)
+    assert len(answer(thinker, body)["choices"][0]["token_ids"]) > 10
+    body["include_reasoning"] = False
+    choice = answer(thinker, body)["choices"][0]
+    assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == "Yes."
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert joined_chat(stream(thinker, body))[0]["token_ids"] == choice["token_ids"]
+
+
+@pytest.mark.parametrize("content", ["<think>Well,", [{"type": "text", "text": "<think>Well,"}]])
+def test_reasoning_that_is_continued_is_reasoning(thinker, content):
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": content}]
+    body = forced("so.</think>Yes.", messages=messages, continue_final_message=True, add_generation_prompt=False)
+    message = answer(thinker, body)["choices"][0]["message"]
+    assert message["reasoning"] == "so." and message["content"] == "Yes."
 
 
 def test_calls_follow_reasoning(thinker):

@@ -10,6 +10,7 @@ import torch
 from openai.types import Completion
 
 from hf_paged import SamplingParams
+from hf_paged.errors import DeadlineExceededError, RequestAbortedError
 from tests.serving.events import assert_alike, events_of, joined_completion
 
 PATH = "/v1/completions"
@@ -145,6 +146,15 @@ def test_offsets_count_characters_where_tokens_are_parts_of_them(client):
     assert starts == sorted(starts) and starts[0] == 0 and max(starts) < len(prompt)
 
 
+def test_offsets_count_special_tokens_that_stand_in_the_prompt(client):
+    prompt = "<|end|>a<|end|>b"
+    [choice] = answer(client, completion(prompt, echo=True, logprobs=0, max_tokens=0))["choices"]
+    assert choice["text"] == prompt and choice["logprobs"]["text_offset"] == [0, 7, 8, 15]
+    token_ids = client.app.state.service.tokenizer(prompt)["input_ids"]
+    [choice] = answer(client, completion(token_ids, echo=True, logprobs=0, max_tokens=0))["choices"]
+    assert choice["text"] == "ab" and choice["logprobs"]["text_offset"] == [0, 0, 1, 1]
+
+
 def test_an_evaluation_tool_reads_the_score_of_a_continuation(client):
     tokenizer = client.app.state.service.tokenizer
     context, whole = tokenizer("The weather")["input_ids"], tokenizer("The weather today")["input_ids"]
@@ -173,6 +183,8 @@ def test_an_evaluation_tool_reads_the_score_of_a_continuation(client):
         ({"prompt": ["x"] * 100_000}, "prompt"),
         ({"prompt": ["x"] * 1000, "n": 8}, "prompt"),
         ({"prompt": [[1, "x"]]}, "prompt[0][1]"),
+        ({"prompt": ["One, two,", [1, 2]]}, "prompt"),
+        ({"prompt": [1, "two"]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [2**31]}, "prompt[0]"),
         ({"prompt": [600]}, "prompt"),
@@ -196,6 +208,11 @@ def test_what_makes_no_sense_is_refused_by_name(client, fields, param):
     assert client.post(PATH, json=completion()).status_code == 200
 
 
+def test_a_list_of_texts_and_token_ids_is_told_what_is_taken(client):
+    message = refusal(client, completion(["One, two,", [1, 2]]))["message"]
+    assert message.startswith("`prompt` is a text, token ids, a list of texts or") and "one kind" in message
+
+
 def test_one_wrong_prompt_of_several_starts_none(client):
     service = client.app.state.service
     with pytest.MonkeyPatch.context() as patch:
@@ -210,6 +227,35 @@ def test_log_probabilities_may_be_asked_for_as_in_chats(client, value, count):
     assert (choice["logprobs"] is None) == (count is None)
 
 
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 4}, {"echo": True, "logprobs": 4}])
+def test_log_probabilities_of_prompts_are_not_multiplied_without_bound(client, monkeypatch, fields):
+    from hf_paged.serving import sampling
+
+    count = len(client.app.state.service.tokenizer("Hello world")["input_ids"])
+    monkeypatch.setattr(sampling, "MAX_PROMPT_LOGPROBS", 3 * count * 5)
+    assert len(answer(client, completion(n=3, temperature=1, **fields))["choices"]) == 3
+    for wrong in ({"n": 4, "temperature": 1}, {"prompt": ["Hello world"] * 4}):
+        error = refusal(client, completion(**{**fields, **wrong}))
+        assert error["param"] == "prompt_logprobs"
+        assert str(4 * count * 5) in error["message"] and str(3 * count * 5) in error["message"]
+
+
+def test_the_first_prompt_that_fails_ends_the_others(client, monkeypatch):
+    service = client.app.state.service
+    submit, streams = type(service).submit, []
+
+    def failing(self, prompt, *args, **options):
+        streams.append(submit(self, prompt, *args, **options))
+        if len(streams) == 2:
+            streams[1].abort(DeadlineExceededError("The second one failed."))
+        return streams[-1]
+
+    monkeypatch.setattr(type(service), "submit", failing)
+    error = refusal(client, completion(["Hello", "you", "there"], max_tokens=1900, ignore_eos=True), 408)
+    assert error["message"] == "The second one failed."
+    assert all(isinstance(stream.error, RequestAbortedError) for stream in streams[::2])
+
+
 def test_best_of_as_many_as_are_wanted_is_what_n_says(client):
     assert len(answer(client, completion(n=2, best_of=2, temperature=1))["choices"]) == 2
 
@@ -220,6 +266,23 @@ def test_prompts_are_cut_to_their_ends(client):
     for prompt in (text, tokens):
         body = completion(prompt, truncate_prompt_tokens=7, return_token_ids=True)
         assert answer(client, body)["choices"][0]["prompt_token_ids"] == tokens[-7:]
+
+
+def test_more_prompts_than_can_ever_wait_are_no_reason_to_try_again(make_client):
+    client = make_client(max_num_seqs=2, max_num_queued_reqs=1)
+    assert len(answer(client, completion(["a"] * 3, max_tokens=1))["choices"]) == 3
+    error = refusal(client, completion(["a"] * 4, max_tokens=1))
+    assert error["param"] == "prompt" and "--max-num-queued-reqs" in error["message"]
+
+
+def test_an_echo_of_a_prompt_that_was_cut_is_what_was_left(client):
+    text = "one two three four five six seven eight nine ten " * 3
+    tokenizer = client.app.state.service.tokenizer
+    tokens = tokenizer(text)["input_ids"]
+    for prompt in (text, tokens):
+        body = completion(prompt, truncate_prompt_tokens=7, echo=True, logprobs=0, max_tokens=0)
+        [choice] = answer(client, body)["choices"]
+        assert choice["text"] == tokenizer.decode(tokens[-7:]) == "".join(choice["logprobs"]["tokens"])
 
 
 def test_answers_take_a_form(client):

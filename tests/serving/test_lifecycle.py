@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 
@@ -14,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from hf_paged.serving import lifecycle
 from hf_paged.serving.lifecycle import ENGINE_DIED, ended_anyway
 from tests.serving.servers import chat, wait_until
 
@@ -91,6 +93,27 @@ def test_without_time_what_runs_is_told_that_it_was_aborted(make_server):
     assert "shutting down" in whole[0].json()["error"]["message"]
     blocks = server.service.engine.engine.live.block_manager
     wait_until(lambda: blocks.num_blocks_held == 0)
+
+
+def test_clients_that_neither_send_nor_read_do_not_keep_the_server(make_server, monkeypatch, caplog):
+    monkeypatch.setattr(lifecycle, "_GOODBYE_SECONDS", 1)
+    server = make_server()
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps(chat(**LONG, logprobs=True, top_logprobs=20)).encode()
+    wish = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    with server.connect() as sends, server.connect() as reads:
+        reads.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reads.sendall(wish % len(body) + body)
+        sends.sendall(wish % len(body) + body[:-1])
+        wait_until(lambda: server.app.state.work.num_running == 2)
+        wait_until(lambda: any(c.flow.write_paused for c in server.server.server_state.connections))
+        server.server.stop(timeout=0)
+        assert sends.recv(4096).startswith(b"HTTP/1.1 503 ")
+        server.thread.join(60)
+    assert not server.thread.is_alive()
+    assert not [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_dead_engine_is_told_by_health_and_ends_the_server(make_server):

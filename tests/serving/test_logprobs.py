@@ -87,7 +87,7 @@ def test_tokens_of_reasoning_end_with_its_tag(close):
     counter.add([*reasoning[:3]], [ParsedReasoning("hel")])
     counter.add([*reasoning[3:], *tag, *rest], [ParsedReasoning("lo the"), ParsedText("and on")])
     counter.add(rest, [ParsedText("and on")])
-    assert counter.num_tokens == len(reasoning) + (1 if len(tag) == 1 else 0)
+    assert counter.num_tokens == len(reasoning) + len(tag)
     nothing = ReasoningCounter(tokenizer, close)
     nothing.add(rest, [ParsedText("and on")])
     assert nothing.num_tokens == 0

@@ -7,17 +7,9 @@ import typing
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from hf_paged.serving.errors import ApiError, overloaded
-from hf_paged.serving.events import (
-    ChoiceEnd,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    Usage,
-)
+from hf_paged.serving.events import ChoiceEnd, ContentDelta, ToolCallArguments, ToolCallStart, Usage
 from hf_paged.serving.message_events import MessageBuilder
 from hf_paged.serving.protocol.anthropic import (
     CountTokensRequest,
@@ -26,20 +18,10 @@ from hf_paged.serving.protocol.anthropic import (
     chat_fields,
     chat_messages,
 )
-from hf_paged.serving.protocol.common import invalid_body
 from hf_paged.serving.protocol.translation import as_chat
+from tests.serving.pieces import COLOR, PAINT, PIECES, USAGE, refusal_of
 
-USAGE = Usage(prompt_tokens=5, completion_tokens=6, cached_tokens=2, reasoning_tokens=1)
-TOOL = {
-    "name": "paint",
-    "description": "Paints a wall.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"color": {"enum": ["red", "blue"]}},
-        "required": ["color"],
-        "additionalProperties": False,
-    },
-}
+TOOL = {**PAINT, "input_schema": COLOR}
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -186,9 +168,7 @@ def test_null_means_not_given():
     ],
 )
 def test_what_cannot_be_answered_is_told_with_its_place(fields, param, message):
-    with pytest.raises(ValidationError) as raised:
-        request(**fields)
-    error = invalid_body(raised.value.errors())
+    error = refusal_of(request, fields)
     assert error.param == param
     assert message in error.message
 
@@ -244,19 +224,7 @@ def build(*pieces: Any, thinking: str = "shown") -> tuple[list[dict[str, Any]], 
     return [json.loads(event) for event in told], builder.message
 
 
-MIXED = (
-    ReasoningDelta(0, "Let me "),
-    ReasoningDelta(0, "see."),
-    ContentDelta(0, "\n"),
-    ContentDelta(0, "Both "),
-    ContentDelta(0, "walls."),
-    ToolCallStart(0, 0, "call_a", "paint"),
-    ToolCallArguments(0, 0, '{"color": '),
-    ToolCallArguments(0, 0, '"red"}'),
-    ContentDelta(0, "\n"),
-    ToolCallStart(0, 1, "call_b", "paint"),
-    ChoiceEnd(0, "tool_calls"),
-)
+MIXED = (*PIECES, ChoiceEnd(0, "tool_calls"))
 
 
 def test_events_come_in_anthropic_s_order():
@@ -407,6 +375,34 @@ def test_the_count_is_that_of_the_prompt(client):
     usage = client.post("/v1/messages", json={**GREEDY, "system": "Be brief."}).json()["usage"]
     counted = client.post("/v1/messages/count_tokens", json={**GREEDY, "system": "Be brief."}).json()
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+def test_what_no_prompt_may_have_is_counted_and_wrong_tools_are_refused(client):
+    limit = client.app.state.service.max_model_len
+    long = [{"role": "user", "content": "x y " * 50 * limit}]
+    assert client.post("/v1/messages/count_tokens", json={"messages": long}).json()["input_tokens"] > limit
+    for tool in ({**TOOL, "name": "a b"}, {**TOOL, "input_schema": {"type": "string"}}):
+        body = {**GREEDY, "tools": [tool], "tool_choice": {"type": "any"}}
+        counted, answered = (client.post(f"/v1/messages{end}", json=body) for end in ("/count_tokens", ""))
+        assert counted.status_code == 400 and counted.json() == answered.json()
+
+
+def test_any_tool_of_none_is_refused_in_words_of_this_api(client):
+    error = client.post("/v1/messages", json={**GREEDY, "tool_choice": {"type": "any"}}).json()["error"]
+    assert "`tools`" in error["message"] and "required" not in error["message"]
+
+
+def test_answers_and_errors_carry_their_id_where_anthropic_s_clients_look_for_it(client):
+    for body in (GREEDY, {**GREEDY, "stream": True}, {}):
+        headers = client.post("/v1/messages", json=body, headers={"X-Request-Id": "abc"}).headers
+        assert headers["request-id"] == "abc" and "x-request-id" not in headers
+    assert "request-id" not in client.get("/health").headers
+
+
+def test_a_cap_of_the_server_is_a_limit_like_the_client_s(client, monkeypatch):
+    monkeypatch.setattr(client.app.state.service.engine.model.generation_config, "max_new_tokens", 3)
+    message = client.post("/v1/messages", json={**GREEDY, "ignore_eos": True}).json()
+    assert message["stop_reason"] == "max_tokens" and message["usage"]["output_tokens"] == 3
 
 
 def test_an_answer_gets_what_room_there_is(client):

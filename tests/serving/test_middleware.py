@@ -59,7 +59,8 @@ def test_every_route_but_the_open_ones_needs_a_key(guarded):
         else:
             assert response.status_code == 401, f"{method} {path}"
             assert response.headers["www-authenticate"] == "Bearer"
-    assert {"/health", "/ready"} == OPEN_PATHS
+    assert {"/health", "/ping", "/ready"} == OPEN_PATHS
+    assert guarded.get("/ping").status_code == guarded.post("/ping").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -402,6 +403,8 @@ def test_slow_headers_and_bodies_are_ended(small_server):
     assert_closed_with(send(small_server, b"GET /health HTTP/1.1\r\nHost:"), 408)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     assert_closed_with(send(small_server, head, b"{"), 408)
+    late = send(small_server, head.replace(b"completions", b"messages"), b"{")
+    assert late.startswith(b"HTTP/1.1 408 ") and b'"type":"error"' in late, "in Anthropic's form"
     assert time.monotonic() - started < 15
     wait_until(lambda: small_server.app.state.work.num_running == 0)
 

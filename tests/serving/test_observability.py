@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from hf_paged.serving.errors import overloaded
 from tests.serving.observed import collector, numbers_of, spans_in
 from tests.serving.servers import wait_until
 
@@ -98,6 +99,18 @@ def test_five_clients_that_leave_are_five_aborts(client, traced, caplog):
     assert [record.fields["finish"] for record in lines] == ["abort"] * 5
 
 
+def test_what_a_stopping_server_aborts_is_an_abort(client, traced):
+    before = read(client)
+    with client.stream("POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=1000)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        traced.service.engine.abort_all(overloaded("The server is shutting down.", "shutting_down"))
+        assert any("shutting_down" in line for line in lines)
+    ended = {reason: f"hf_paged:request_success_total{{finished_reason={reason}}}" for reason in ("abort", "error")}
+    wait_until(lambda: read(client)[ended["abort"]] == before[ended["abort"]] + 1)
+    assert read(client)[ended["error"]] == before[ended["error"]]
+
+
 def test_metrics_come_in_the_form_that_was_asked_for(client, traced):
     plain = client.get("/metrics")
     assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -144,6 +157,8 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(client, traced, caplog):
         "POST /v1/chat/completions 200", "POST /v1/chat/completions 400", "POST /v1/chat/completions 401",
         "GET /v1/models 200", "GET /elsewhere 404",
     ]  # fmt: skip
+    refusals = [(fields.get("code"), fields.get("param")) for _, _, fields in lines[1:3]]
+    assert refusals == [("invalid_value", "max_tokens"), ("invalid_api_key", None)]  # why, but not what was sent
     # pytest shows what nobody else would see: uvicorn's own access log, which is off.
     ours = str([entry for entry in said if entry[0].startswith(("hf_paged", "uvicorn.error"))])
     content = answers[0].json()["choices"][0]["message"]["content"]

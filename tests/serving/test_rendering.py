@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hf_paged.errors import ConfigurationError
 from hf_paged.serving import rendering
 from tests.serving.servers import chat
 
@@ -106,6 +105,10 @@ def test_the_last_message_can_be_continued(client, template):
         (
             {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "not json"}}]},
             {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "not json"}}]},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 20_000}}]},
+            {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "[" * 20_000}}]},
         ),
     ],
 )
@@ -269,6 +272,23 @@ def test_more_messages_than_a_context_has_tokens_are_refused_unread(client):
     assert error["code"] == "context_length_exceeded"
 
 
+def test_a_prompt_of_one_token_is_told_in_the_singular(client):
+    error = rendering.too_long(client.app.state.service, "prompt", 1, 9000)
+    assert "`prompt` has 1 token and an answer of up to 9000" in error.message
+
+
+def test_tools_that_the_template_leaves_out_are_told_of_once(client, template, caplog):
+    rendering._warn_of_unseen_tools.cache_clear()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template(SHOWING)
+    prompt(client, chat()["messages"], tools=tools)
+    assert "leaves out" not in caplog.text
+    template("{{ messages[0].content }}")
+    for _ in range(2):
+        prompt(client, chat()["messages"], tools=tools)
+    assert caplog.text.count("A request has `tools`, which the chat template leaves out") == 1
+
+
 # ------------------------------------------------------------------ templates of requests
 
 
@@ -299,12 +319,4 @@ def test_templates_of_requests_run_where_they_can_be_stopped(make_client, monkey
     monkeypatch.undo()
     assert "unsafe" in refusal(client, chat_template="{{ messages.pop() }}")["message"]
     assert prompt(client, messages, chat_template=own) == "Hi<|end|>"
-    process.close()
-
-
-def test_a_template_is_a_file_or_a_text(tmp_path):
-    file = tmp_path / "chat.jinja"
-    file.write_text("{{ messages }}", encoding="utf-8")
-    assert rendering.load_chat_template(str(file)) == rendering.load_chat_template("{{ messages }}") == "{{ messages }}"
-    with pytest.raises(ConfigurationError, match="--chat-template"):
-        rendering.load_chat_template(str(tmp_path / "missing.jinja"))
+    process.end()

@@ -7,36 +7,19 @@ import typing
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from hf_paged.serving.errors import ApiError
-from hf_paged.serving.events import (
-    ChoiceEnd,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    Usage,
-)
-from hf_paged.serving.protocol.common import invalid_body
+from hf_paged.serving.events import ChoiceEnd, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, Usage
+from hf_paged.serving.parser_choice import RequestParsers
 from hf_paged.serving.protocol.response_object import new_response
 from hf_paged.serving.protocol.responses import ResponsesRequest, chat_fields, chat_messages
 from hf_paged.serving.protocol.translation import as_chat
 from hf_paged.serving.response_events import ResponseBuilder
+from hf_paged.serving.tool_choice import plan_tools
+from tests.serving.pieces import COLOR, PAINT, PIECES, USAGE, refusal_of
 from tests.serving.servers import wait_until
 
-USAGE = Usage(prompt_tokens=5, completion_tokens=6, cached_tokens=2, reasoning_tokens=1)
-TOOL = {
-    "type": "function",
-    "name": "paint",
-    "description": "Paints a wall.",
-    "parameters": {
-        "type": "object",
-        "properties": {"color": {"enum": ["red", "blue"]}},
-        "required": ["color"],
-        "additionalProperties": False,
-    },
-}
+TOOL = {"type": "function", **PAINT, "parameters": COLOR}
 
 
 def request(**fields: Any) -> ResponsesRequest:
@@ -93,6 +76,16 @@ def test_what_the_assistant_thought_said_and_called_is_one_message():
     assert [message["tool_call_id"] for message in messages[2:4]] == ["a", "b"]
 
 
+def test_messages_of_the_assistant_in_a_row_are_one():
+    items = [
+        {"role": "assistant", "content": text} for text in ("Hm.", [{"type": "output_text", "text": "So."}], "Yes.")
+    ]
+    (message,) = chat_messages(request(input=items))
+    assert [part["text"] for part in message["content"]] == ["Hm.", "So.", "Yes."]
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    assert len(chat_messages(request(input=[items[0], call, items[2]]))) == 2
+
+
 def test_an_output_of_a_call_that_was_not_sent_is_refused():
     body = request(input=[{"type": "function_call_output", "call_id": "lost", "output": "x"}])
     with pytest.raises(ApiError, match=r"'lost'.*this server keeps no responses") as raised:
@@ -129,12 +122,12 @@ def test_fields_get_their_names_in_chats():
     assert (chat.top_k, chat.seed, chat.cache_salt) == (5, 1, "mine")
 
 
-def test_allowed_tools_are_the_tools():
+def test_allowed_tools_are_those_that_the_plan_shows():
     other = {**TOOL, "name": "scrape"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "scrape"}]}
     chat = as_chat(request(tools=[TOOL, other], tool_choice=choice), chat_fields)
-    assert [tool["function"]["name"] for tool in chat.tools] == ["scrape"]
-    assert chat.tool_choice == "required"
+    plan = plan_tools(chat.tools, chat.tool_choice)
+    assert (plan.choice, [*plan.functions], plan.forbidden) == ("required", ["scrape"], {"paint"})
 
 
 def test_a_plain_json_object_and_plain_text_are_asked_for():
@@ -189,18 +182,18 @@ def test_null_means_not_given():
         ({"n": 2}, "n", "single answers"),
         ({"response_format": {"type": "text"}}, "response_format", "`text.format`"),
         ({"max_output_tokens": 0}, "max_output_tokens", "0"),
-        ({"max_output_tokens": "7"}, "max_output_tokens", "integer"),
+        ({"max_output_tokens": "x"}, "max_output_tokens", "integer"),
+        ({"max_output_tokens": True}, "max_output_tokens", "number"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "missing"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "16"),
         ({"truncation": "middle"}, "truncation", "'auto'"),
+        ({"truncation": "auto"}, "truncation", "not offered"),
     ],
 )
 def test_what_cannot_be_answered_is_told_with_its_place(fields, param, message):
-    with pytest.raises(ValidationError) as raised:
-        request(**fields)
-    error = invalid_body(raised.value.errors())
+    error = refusal_of(request, fields)
     assert error.param == param
     assert message in error.message
 
@@ -225,20 +218,7 @@ def event_classes() -> dict[str, Any]:
     return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in typing.get_args(union)}
 
 
-MIXED = (
-    ReasoningDelta(0, "Let me "),
-    ReasoningDelta(0, "see."),
-    ContentDelta(0, "\n"),
-    ContentDelta(0, "Both "),
-    ContentDelta(0, "walls."),
-    ToolCallStart(0, 0, "call_a", "paint"),
-    ToolCallArguments(0, 0, '{"color": '),
-    ToolCallArguments(0, 0, '"red"}'),
-    ContentDelta(0, "\n"),
-    ToolCallStart(0, 1, "call_b", "paint"),
-    ToolCallArguments(0, 1, "{}"),
-    ChoiceEnd(0, "tool_calls"),
-)
+MIXED = (*PIECES, ToolCallArguments(0, 1, "{}"), ChoiceEnd(0, "tool_calls"))
 
 
 def test_events_come_in_openai_s_order():
@@ -428,6 +408,22 @@ def test_thinking_is_an_item_of_its_own(make_client):
     events = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
     text = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
     assert answer["output"][0]["content"] == [{"type": "reasoning_text", "text": text}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_reasoning_are_not_those_of_the_text_behind_it(make_client, stream):
+    client = make_client(reasoning_parser="deepseek_r1")
+    fields = {"include": ["message.output_text.logprobs"], "max_output_tokens": 60, "stream": stream}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestParsers, "constrain", lambda self, params, tokenizer, **_: params)
+        body = {**GREEDY, **fields, "structured_outputs": {"choice": ["Well.</think>\n\nYes."]}}
+        answered = client.post("/v1/responses", json=body)
+    response = answered.json() if not stream else json.loads(answered.text.splitlines()[-2].removeprefix("data: "))
+    output = (response if not stream else response["response"])["output"]
+    (part,) = output[-1]["content"]
+    assert part["text"] == "Yes."
+    text = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode()
+    assert text.removesuffix("<|end|>").strip() == "Yes."
 
 
 def test_errors_name_the_fields_of_this_api(server):

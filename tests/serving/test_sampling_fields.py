@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_paged import DeadlineExceededError, SamplingParams
 from hf_paged.serving.protocol import common
 from hf_paged.serving.protocol.openai import ChatCompletionRequest, CompletionRequest
+from hf_paged.serving.service import Prompt, RequestContext
 from tests.serving.servers import chat
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -103,7 +107,7 @@ def test_null_is_the_default_of_every_optional_field(client, path, model):
         ({"n": 129}, "n"),
         ({"n": 10**9}, "n"),
         ({"n": 1.5}, "n"),
-        ({"n": "2"}, "n"),
+        ({"n": "two"}, "n"),
         ({"n": True}, "n"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -170,6 +174,28 @@ def test_numbers_that_are_none_are_refused(client, value):
         assert response.status_code == 400 and response.json()["error"]["param"] in (name, None)
 
 
+def test_numbers_may_be_texts_and_whole_floats_but_not_truth_values(client, submitted):
+    for one in ("1", 1.0):
+        response = client.post(COMPLETIONS, json=completion(min_tokens=one, n=one, priority=one, top_k=one))
+        assert response.status_code == 200, response.text
+        response = client.post(CHAT, json=chat(max_completion_tokens=one, logprobs=True, top_logprobs=one))
+        assert response.status_code == 200, response.text
+        assert client.post("/v1/responses", json={"input": "x", "max_output_tokens": one}).status_code == 200
+    assert {params.min_tokens for params, _ in submitted[::3]} == {1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name, value in VALUES.items() if isinstance(value, (int, float)) and not isinstance(value, bool)),
+        *("best_of", "priority", "request_timeout", "truncate_prompt_tokens"),
+    ],
+)
+def test_truth_values_are_no_numbers(client, name):
+    error = client.post(COMPLETIONS, json=completion(**{name: True})).json()["error"]
+    assert error["param"] == name and "a number is needed, not True" in error["message"]
+
+
 def test_more_answers_than_can_run_at_a_time_are_refused(make_client):
     client = make_client(max_num_seqs=3, max_logprobs=2)
     assert client.post(COMPLETIONS, json=completion(n=3)).status_code == 200
@@ -200,7 +226,10 @@ def test_defaults_are_those_of_the_models_generation_configuration(client, monke
     monkeypatch.setattr(config, "max_new_tokens", 5)
     body = chat(max_tokens=None, ignore_eos=True)
     assert client.post(CHAT, json=body).json()["usage"]["completion_tokens"] == 5
-    assert client.post(CHAT, json=body | {"max_tokens": 9}).json()["usage"]["completion_tokens"] == 9
+    for path, limit in ((CHAT, 9), (CHAT, 10**6), (COMPLETIONS, 9), (COMPLETIONS, None)):
+        given = (chat() if path == CHAT else completion()) | {"max_tokens": limit, "ignore_eos": True}
+        assert client.post(path, json=given).json()["usage"]["completion_tokens"] == 5, "it is a cap, as in vLLM"
+    assert client.post(CHAT, json=body | {"max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
 
 
 def test_biases_name_tokens_by_strings(client):
@@ -221,6 +250,37 @@ def test_stop_strings_end_answers_before_themselves(client, stop):
 def test_a_request_may_ask_for_less_time_than_there_is(client):
     response = client.post(COMPLETIONS, json=completion(request_timeout=1e-6, max_tokens=4000, ignore_eos=True))
     assert response.status_code == 408 and response.json()["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_time_that_a_grammar_takes_counts(client, monkeypatch, path):
+    monkeypatch.setattr(type(client.app.state.service.engine.engine.grammars), "submit", lambda *_: Future())
+    fields = {"request_timeout": 0.05, "structured_outputs": {"regex": "never compiled"}}
+    response = client.post(path, json=(chat() if path == CHAT else completion()) | fields)
+    assert response.status_code == 408 and "0.05 s" in response.json()["error"]["message"]
+
+
+def test_time_before_the_engine_has_a_request_counts(client, submitted):
+    context = RequestContext("x", deadline=10.0, arrived=time.monotonic() - 11)
+    service = client.app.state.service
+
+    async def late():
+        async for _ in service.submit(Prompt([5]), SamplingParams(max_tokens=1900, ignore_eos=True), context):
+            pass
+
+    with pytest.raises(DeadlineExceededError, match="within 10 s"):
+        client.portal.call(late)
+
+
+def test_unknown_fields_of_objects_within_are_noted_too(client, caplog, monkeypatch):
+    monkeypatch.setattr(common, "_noted", set())
+    caplog.set_level(logging.INFO, logger=common.__name__)
+    options = {"include_usag": True}
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": [1]}, "x": 1}}
+    response = client.post(CHAT, json=chat(stream=True, stream_options=options, response_format=form))
+    assert response.status_code == 200
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "StreamOptions" in told[0] and "`include_usage`" in told[0] and "'x'" in told[1]
 
 
 def test_unknown_fields_have_no_effect_and_are_noted_once(client, caplog, monkeypatch):

@@ -251,3 +251,14 @@ def test_readers_that_are_slow_or_vanish_hold_up_nobody(target):
     for connection in slow:
         connection.close()
     assert_well(target)
+
+
+def test_a_client_that_vanishes_takes_the_requests_with_it_that_it_sent_in_a_row(target, caplog):
+    endless = json.dumps(chat(stream=True, max_tokens=3000, ignore_eos=True)).encode()
+    wish = START + f"Content-Length: {len(endless)}\r\n\r\n".encode() + endless
+    with target.connect() as connection:
+        connection.sendall(wish * 3)
+        assert connection.recv(100)
+        hang_up(connection)
+    assert_well(target)
+    assert "Exception in ASGI application" not in caplog.text

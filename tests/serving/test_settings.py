@@ -86,7 +86,14 @@ def test_model_is_a_word_or_a_flag():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["m", "--portt", "1"], "Unknown flag `--portt`; did you mean `--port`?"),
+        (["m", "--portt", "1"], "Unknown flag `--portt`; did you mean `--port`? See --help."),
+        (["m", "--nothing-like-it"], "Unknown flag `--nothing-like-it`. See --help."),
+        (
+            ["m", "--guided-decoding-backend", "xgrammar"],
+            "`--guided-decoding-backend` of vLLM: structured output always",
+        ),
+        (["m", "--enable-reasoning"], "`--enable-reasoning` of vLLM: `--reasoning-parser NAME` alone"),
+        (["m", "--dtype", "float8"], "`--dtype` must be one of auto, half, float16,"),
         (["m", "--max-num-sequences", "1"], "did you mean `--max-num-seqs`?"),
         (["m", "n"], "'n' is one too many"),
         (["m", "--port", "abc"], "`--port` must be a whole number, got 'abc'"),
@@ -103,7 +110,7 @@ def test_model_is_a_word_or_a_flag():
         (["m", "--shutdown-timeout", "-1"], "`--shutdown-timeout` must be a number at least 0, got -1"),
         (["m", "--shutdown-timeout", "nan"], "`--shutdown-timeout` must be a number at least 0, got nan"),
         (["m", "--api-key", ""], "`--api-key` must be printable ASCII without spaces, and not empty"),
-        (["m", "--api-key-file", "/nowhere"], "`--api-key-file` '/nowhere' cannot be read"),
+        (["m", "--api-key-file", "/nowhere"], "`--api-key-file` '/nowhere' cannot be read: No such file or directory."),
         (["m", "--enable-log-prompts"], "needs `--enable-log-requests`"),
     ],
 )
@@ -117,9 +124,9 @@ def test_what_is_wrong_is_named_with_its_value_and_limit(arguments, message):
     [
         (["--kv-cache-dtype", "fp8"], "`kv_cache_dtype` 'fp8' is not built yet"),
         (["--pipeline-parallel-size", "2"], "pipeline parallelism"),
-        (["--enable-lora"], "an adapter per request"),
+        (["--enable-lora"], "`--enable-lora` (an adapter per request) is not built yet; leave it out."),
         (["--speculative-config", '{"method": "ngram"}'], "speculative decoding"),
-        (["--load-format", "dummy"], "'dummy' is not supported"),
+        (["--load-format", "dummy"], "`--load-format` 'dummy' is not supported, only 'auto' or 'safetensors'"),
     ],
 )
 def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason(arguments, message):
@@ -127,9 +134,12 @@ def test_what_vllm_has_and_we_have_not_is_refused_with_the_reason(arguments, mes
         parse("m", *arguments)
 
 
-def test_what_changes_nothing_is_taken():
+def test_what_changes_nothing_is_taken_and_named(caplog):
+    caplog.set_level("INFO")
     flags = ["--disable-custom-all-reduce", "--distributed-executor-backend", "mp", "--pipeline-parallel-size", "1"]
-    assert parse(*flags, "--load-format", "safetensors", "m") == parse("m")
+    assert parse(*flags, "--load-format", "safetensors", "m", "--speculative-config", "{}") == parse("m")
+    for name in ("--disable-custom-all-reduce", "--pipeline-parallel-size", "--speculative-config"):
+        assert f"`{name}` of vLLM" in caplog.text
 
 
 def test_flags_win_over_the_environment_over_a_file_over_defaults(tmp_path):
@@ -159,6 +169,7 @@ def test_a_file_holds_what_flags_say(tmp_path):
         ("prt: 1", "unknown key `prt`; did you mean `port`?"),
         ("port: [", "is not YAML"),
         ("- a", "must hold `name: value` lines"),
+        ("no-enable-prefix-caching: 5", "`no-enable-prefix-caching` must be true or false, got 5 (in "),
         ("port: yes", "`port` must be a whole number, got True (in "),
         ("pipeline-parallel-size: 2", "pipeline parallelism"),
     ],
@@ -166,7 +177,7 @@ def test_a_file_holds_what_flags_say(tmp_path):
 def test_a_broken_file_gives_one_message(text, message, tmp_path):
     with pytest.raises((ConfigurationError, NotSupportedError), match=re.escape(message)):
         parse("m", "--config", write(tmp_path, text))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="nothing' cannot be read: No such file or directory.$"):
         parse("m", "--config", str(tmp_path / "nothing"))
 
 

@@ -291,6 +291,33 @@ def test_a_response_is_ended_aborted_and_closed_whatever_happens():
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "queue_full" and done == b"data: [DONE]\n\n"
 
 
+def test_a_comment_comes_as_soon_as_there_was_silence_for_so_long():
+    async def run() -> _Connection:
+        connection = _Connection()
+
+        async def chunks():
+            await asyncio.sleep(0.02)
+            yield b"a"
+            await asyncio.sleep(0.6)
+
+        await EventStream(chunks(), lambda: None, 0.4)({}, connection.receive, connection.send)
+        return connection
+
+    assert asyncio.run(run()).body == b"a: keep-alive\n\n"
+
+
+def test_an_answer_whose_beginning_cannot_be_sent_is_aborted():
+    aborts = []
+
+    async def send(message: dict[str, Any]) -> None:
+        raise ConnectionResetError
+
+    answer = EventStream(_items(b"a"), lambda: aborts.append(1), 0)
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(answer({}, _Connection().receive, send))
+    assert aborts == [1]
+
+
 def test_chunks_are_taken_only_as_fast_as_they_are_sent():
     async def run() -> None:
         connection, taken = _Connection(), []

@@ -64,6 +64,26 @@ def test_an_exception_never_hits_what_the_thread_does_next():
     assert ended + passed == 150
 
 
+def test_the_limit_holds_when_nobody_waits_any_more():
+    ended = threading.Event()
+
+    def work(limit: TimeLimit) -> None:
+        try:
+            _work(limit, 30)
+        except Interrupted:
+            ended.set()
+
+    async def run() -> None:
+        limit = TimeLimit(asyncio.get_running_loop(), 0.2)
+        call = asyncio.get_running_loop().run_in_executor(None, work, limit)
+        await asyncio.sleep(0.05)
+        call.cancel()  # as the client of a template that takes long may leave
+        limit.cancel()
+        assert await asyncio.to_thread(ended.wait, 20)
+
+    asyncio.run(run())
+
+
 def test_an_end_that_the_code_swallowed_is_told_all_the_same():
     def stubborn(limit: TimeLimit) -> None:
         with limit:

@@ -35,6 +35,14 @@ def test_the_tokenizers_own_special_tokens_can_be_left_out(client, monkeypatch):
     assert client.post("/tokenize", json={"prompt": "x", "add_special_tokens": False}).json()["tokens"] == [0]
 
 
+def test_texts_that_no_prompt_may_have_are_counted_too(client):
+    limit = client.app.state.service.max_model_len
+    reply = client.post("/tokenize", json={"prompt": "x y " * 50 * limit}).json()
+    assert reply["count"] == len(reply["tokens"]) > reply["max_model_len"] == limit
+    messages = [{"role": "user", "content": "x"}] * (limit + 1)
+    assert client.post("/tokenize", json={"messages": messages}).json()["count"] > limit
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "status"),
     [

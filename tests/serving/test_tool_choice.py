@@ -61,6 +61,22 @@ def test_a_named_function_forces_its_arguments():
     assert isinstance(plan.make_parser(), NamedToolParser)
 
 
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "properties", "$defs"])
+@pytest.mark.parametrize("choice", ["required", _named("f")])
+def test_an_argument_may_be_named_as_a_word_of_schemas(allows, choice, name):
+    parameters = {
+        "type": "object",
+        "properties": {name: {"$ref": "#/$defs/T"}},
+        "required": [name],
+        "$defs": {"T": {"type": "integer"}},
+    }
+    plan = plan_tools([_tool(parameters=parameters)], choice)
+    text = '{"name":"f","parameters":%s}'
+    form = f"[{text}]" if choice == "required" else "%s"
+    assert allows(plan, form % f'{{"{name}":1}}')
+    assert not allows(plan, form % f'{{"{name}":"x"}}')
+
+
 def test_a_function_without_parameters_takes_an_empty_object(allows):
     plan = plan_tools([_tool()], _named("f"))
     assert allows(plan, "{}")
@@ -160,7 +176,7 @@ DEEP = json.loads('{"items":' * 900 + "{}" + "}" * 900)
         ([_tool("")], None, "tools[0].function.name"),
         ([_tool("a b")], None, "tools[0].function.name"),
         ([_tool("f\n")], None, "tools[0].function.name"),
-        ([_tool("x" * 65)], None, "tools[0].function.name"),
+        ([_tool("x" * 129)], None, "tools[0].function.name"),
         ([_tool(3)], None, "tools[0].function.name"),
         ([_tool(parameters=[])], None, "tools[0].function.parameters"),
         ([_tool(parameters={"type": "string"})], None, "tools[0].function.parameters.type"),

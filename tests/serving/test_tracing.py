@@ -13,7 +13,7 @@ import pytest
 
 from hf_paged.errors import ConfigurationError, MissingDependencyError, RequestAbortedError, StepFailedError
 from tests.paged_models import broken_forward
-from tests.serving.observed import PROMPTS, Observed, collector, spans_in
+from tests.serving.observed import PROMPTS, collector, spans_in
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -24,13 +24,6 @@ from hf_paged.serving.tracing import Tracing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
-
-
-@pytest.fixture(scope="module")
-def shared():
-    observed = Observed()
-    yield observed
-    observed.engine.close()
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ _loaded: _Loaded | None = None
 def load() -> bool:
     """Makes `torch.ops.hf_paged` available if this machine can have it, and returns whether it is.
 
-    The first call decides for the process; it may compile for up to a minute, which it says. Later calls are free.
+    The first call decides for the process; it may compile for half a minute or more, and says so. Later ones are free.
     Safe from several threads, before and after a fork.
 
     Raises:

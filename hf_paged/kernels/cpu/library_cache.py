@@ -158,7 +158,7 @@ def _obtain_locked(place: Path, sources: str, build: Callable[[Path], None], dis
     place.mkdir()
     library = place / LIBRARY_NAME
     start = time.monotonic()
-    logger.warning("Building the native CPU operators, once; this takes a minute, on a busy machine several ...")
+    logger.warning("Building the native CPU operators, once; this takes half a minute, on a busy machine minutes ...")
     try:
         build(library)
         write_manifest(library, sources)

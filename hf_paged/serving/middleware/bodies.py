@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from ..errors import ApiError
-from .asgi import App, Message, Receive, Scope, Send, header, refuse
+from .asgi import App, Layer, Message, Receive, Scope, Send, header, refuse
 
 MAX_DEPTH = 128
 MAX_CONTAINERS = 100_000
@@ -22,8 +22,8 @@ _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes(sorted(set(range(256)) - set(b"[{]}")))
 
 
-class BodyMiddleware:
-    """Reads bodies, and refuses what is too large, no JSON, or nested too deep.
+class BodyMiddleware(Layer):
+    """Reads bodies, and refuses what is too large (413), no JSON (415, 400), or nested too deep (400).
 
     Args:
         app (`Callable`):
@@ -33,21 +33,11 @@ class BodyMiddleware:
     """
 
     def __init__(self, app: App, limit: int):
-        self.app = app
+        super().__init__(app)
         self._limit = limit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on with its body, or answers it with 400, 413 or 415.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] != "http" or scope["method"] not in _METHODS:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in _METHODS:
             await self.app(scope, receive, send)
             return
         try:

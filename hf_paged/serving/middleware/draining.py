@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import overloaded
-from .asgi import App, Receive, Scope, Send, refuse
+from .asgi import App, Layer, Receive, Scope, Send, refuse
 from .keys import OPEN_PATHS
 
 
@@ -25,7 +25,7 @@ class Work:
         self.num_running = 0
 
 
-class DrainingMiddleware:
+class DrainingMiddleware(Layer):
     """Counts requests, and answers new ones with 503 while the server is stopping.
 
     Args:
@@ -38,22 +38,12 @@ class DrainingMiddleware:
     """
 
     def __init__(self, app: App, work: Work, retry_after: int = 5):
-        self.app = app
+        super().__init__(app)
         self._work = work
         self._retry_after = retry_after
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it with 503.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] != "http" or scope["path"].rpartition("/")[2] in _PROBES:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].rpartition("/")[2] in _PROBES:
             await self.app(scope, receive, send)
             return
         if self._work.is_draining():

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from ..errors import to_api_error
-from .asgi import App, Message, Receive, Scope, Send, refuse
+from .asgi import Layer, Message, Receive, Scope, Send, refuse
 
 
-class ErrorMiddleware:
-    """The innermost layer: a request that fails gets an error, and nothing else notices.
+class ErrorMiddleware(Layer):
+    """The innermost layer: a request that fails gets an error, and nothing else notices."""
 
-    Args:
-        app (`Callable`):
-            The routes.
-    """
-
-    def __init__(self, app: App):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def send_noting(message: Message) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ApiError
-from .asgi import App, Receive, Scope, Send, header, refuse
+from .asgi import App, Layer, Receive, Scope, Send, header, refuse
 
 
-class HostMiddleware:
-    """Refuses requests to other host names, as a web page sends them whose name is made to point here.
+class HostMiddleware(Layer):
+    """Refuses requests to other host names (421), as a web page sends them whose name is made to point here.
 
     Args:
         app (`Callable`):
@@ -19,21 +19,11 @@ class HostMiddleware:
     """
 
     def __init__(self, app: App, hosts: Sequence[str]):
-        self.app = app
+        super().__init__(app)
         self._hosts = [host.lower() for host in hosts]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it with 421.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] == "http" and not self._allows(header(scope, b"host") or b""):
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._allows(header(scope, b"host") or b""):
             await refuse(
                 ApiError(421, "The `Host` header names a host that this server does not answer for.", param="Host"),
                 scope,

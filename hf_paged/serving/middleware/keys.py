@@ -7,14 +7,14 @@ import hmac
 from collections.abc import Iterator, Sequence
 
 from ..errors import ApiError
-from .asgi import App, Receive, Scope, Send, refuse
+from .asgi import App, Layer, Receive, Scope, Send, refuse
 
 # What probes of a cluster ask for; it says nothing but up or down.
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 
 
-class KeyMiddleware:
-    """Refuses requests without one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+class KeyMiddleware(Layer):
+    """Refuses requests without one of the keys (401), as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     Whether a path is open is decided by the path that the routes are found by, never by the `Host` header or a URL
     that is put together from it, and only for the very texts of `OPEN_PATHS`.
@@ -29,22 +29,12 @@ class KeyMiddleware:
     """
 
     def __init__(self, app: App, keys: Sequence[str], root_path: str = ""):
-        self.app = app
+        super().__init__(app)
         self._digests = [_digest(key.encode()) for key in keys]
         self._open = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it with 401.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] == "http" and scope["path"] not in self._open and not self._has_key(scope):
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in self._open and not self._has_key(scope):
             error = ApiError(
                 401,
                 "This server needs a key: send `Authorization: Bearer KEY` with one that it was started with.",

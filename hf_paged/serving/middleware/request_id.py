@@ -5,49 +5,38 @@ from __future__ import annotations
 import re
 
 from ..ids import new_id
-from .asgi import App, Message, Receive, Scope, Send
+from .asgi import App, Layer, Message, Receive, Scope, Send, is_anthropic
 
 # Nothing that means something to a log, a terminal, a header or a path.
 _SAFE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,127}")
 
 
-class RequestIdMiddleware:
+class RequestIdMiddleware(Layer):
     """Gives each request an id, as `request.state.request_id`.
 
     Args:
         app (`Callable`):
             The next layer.
         answer (`bool`, defaults to `False`):
-            Whether answers carry it in `X-Request-Id`.
+            Whether answers carry it in `X-Request-Id`. Those of Anthropic's API have it in `request-id`, as its clients
+            look for it.
     """
 
     def __init__(self, app: App, answer: bool = False):
-        self.app = app
+        super().__init__(app)
         self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on.
-
-        Args:
-            scope (`MutableMapping[str, Any]`):
-                Of the request.
-            receive (`Callable`):
-                Its body.
-            send (`Callable`):
-                Where the answer goes.
-        """
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        if not self._answer:
+        names = [b"x-request-id"] * self._answer + [b"request-id"] * is_anthropic(scope["path"])
+        if not names:
             await self.app(scope, receive, send)
             return
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *((name, request_id.encode()) for name in names)]
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from ..errors import ApiError
-from .common import MAX_STOP_STRINGS, SamplingFields, StopString, refuse, shortened
+from .common import MAX_STOP_STRINGS, Integer, Part, SamplingFields, StopString, refuse, shortened
 from .openai import MAX_MESSAGES, FunctionName
 
 MAX_BLOCKS = MAX_MESSAGES
@@ -129,7 +129,7 @@ class InputMessage(BaseModel):
     content: Annotated[Annotated[str, Tag("Text")] | Annotated[Blocks, Tag("List")], Discriminator(_text_or_list)]
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -139,7 +139,7 @@ class Tool(BaseModel):
     strict: bool | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Part):
     """Which tools the model may, or has to, call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -153,22 +153,22 @@ class ToolChoice(BaseModel):
         return self
 
 
-class Thinking(BaseModel):
+class Thinking(Part):
     """Whether the model thinks before it answers. How long it does cannot be limited apart from the answer."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(Part):
     """The schema that the answer follows."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Part):
     """What the answer must be like."""
 
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
@@ -202,7 +202,7 @@ class CountTokensRequest(SamplingFields):
 class MessagesRequest(CountTokensRequest):
     """The body of `/v1/messages`: Anthropic's fields, and vLLM's further ones as in chats."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[Integer, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
     @property

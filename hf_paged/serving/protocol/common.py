@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
 
 from ..errors import ApiError
 
@@ -27,9 +28,18 @@ _MAX_SHOWN = 200  # characters of a client's value in a message
 _MAX_NOTED = 1000  # names of unknown fields of which the log has spoken
 _MAX_NOTED_AT_ONCE = 20
 _LONGEST_HINTED = 64  # characters of a name that is looked up among the fields
-_noted: set[str] = set()
+_noted: set[tuple[str, str]] = set()
 
-# JSON knows only one kind of number: 16.0 is taken as 16, but text and true are not numbers.
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, not {value}.")
+    return value
+
+
+# JSON knows only one kind of number: 16.0 is 16. Clients that send "16" mean it; true is no number.
+Integer = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**31)]
@@ -38,29 +48,39 @@ RequestId = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """A request's body. Fields that no route knows are left out, as gateways send them; the log names them once."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+class Part(BaseModel):
+    """An object in a request's body. Fields that it does not have are left out; the log names them once."""
 
     @model_validator(mode="before")
     @classmethod
     def _note_unknown(cls, data: Any) -> Any:
-        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
-            unknown = (name for name in data if name not in cls.model_fields)
+        if isinstance(data, dict) and not data.keys() <= (known := _names(cls)):
+            unknown = (name for name in data if name not in known)
             for name in itertools.islice(unknown, _MAX_NOTED_AT_ONCE):
                 _note_unknown_field(cls, str(name)[:_MAX_SHOWN])
         return data
 
 
-def _note_unknown_field(body: type[BaseModel], name: str) -> None:
-    if name in _noted or len(_noted) >= _MAX_NOTED:
+class Body(Part):
+    """A request's body. Fields that no route knows are left out, as gateways send them."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+@functools.cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset([field.alias or name for name, field in model.model_fields.items()])
+
+
+def _note_unknown_field(model: type[BaseModel], name: str) -> None:
+    place = "a request" if issubclass(model, Body) else f"the {model.__name__} of a request"
+    if (place, name) in _noted or len(_noted) >= _MAX_NOTED:
         return
-    _noted.add(name)
-    near = difflib.get_close_matches(name, body.model_fields, n=1, cutoff=0.85) if len(name) <= _LONGEST_HINTED else []
+    _noted.add((place, name))
+    near = difflib.get_close_matches(name, _names(model), n=1, cutoff=0.85) if len(name) <= _LONGEST_HINTED else []
     hint = f"; did its sender mean `{near[0]}`?" if near else ""
     level = logging.WARNING if near else logging.INFO
-    logger.log(level, "a request has the field %s, which is unknown and has no effect%s", shortened(name), hint)
+    logger.log(level, "%s has the field %s, which is unknown and has no effect%s", place, shortened(name), hint)
 
 
 def shortened(value: Any) -> str:
@@ -134,7 +154,7 @@ def refuse(field: str, message: str) -> ValueError:
     return ValueError(f"`{field}` {message}")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """What a stream carries beside the text."""
 
     include_usage: bool | None = None
@@ -142,7 +162,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; there is none here
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Part):
     """The schema of a `response_format`."""
 
     name: str | None = None
@@ -151,7 +171,7 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None  # answers follow the schema in any case
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """What form an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -165,7 +185,7 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Part):
     """vLLM's way to ask for an answer of a certain form."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -184,31 +204,31 @@ class SamplingFields(Body):
     """How to sample, and who asks; the same in completions and chats."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    best_of: int | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: Integer | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    seed: Annotated[int, Field(ge=_MIN_SEED, le=_MAX_SEED)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
+    min_tokens: Annotated[Integer, Field(ge=0)] | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    seed: Annotated[Integer, Field(ge=_MIN_SEED, le=_MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: list[TokenId] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     use_beam_search: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -222,18 +242,11 @@ class SamplingFields(Body):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: RequestId | None = None
-    request_timeout: Annotated[float, Field(gt=0)] | None = None
+    request_timeout: Annotated[Number, Field(gt=0)] | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     user: str | None = None
-
-    @field_validator("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", mode="before")
-    @classmethod
-    def _is_number(cls, value: Any) -> Any:
-        if isinstance(value, (bool, str)):
-            raise ValueError(f"a number is needed, not {shortened(value)}.")
-        return value
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingFields:

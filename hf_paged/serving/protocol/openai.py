@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
-from .common import MAX_LOGPROBS, SamplingFields, TokenId, refuse
+from .common import MAX_LOGPROBS, Integer, SamplingFields, TokenId, refuse
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 16_384
@@ -62,9 +71,9 @@ class ChatCompletionRequest(SamplingFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None  # these two are checked by `tool_choice.py`
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -123,7 +132,7 @@ class CompletionRequest(SamplingFields):
         ]
         | None
     ) = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
 
@@ -131,6 +140,19 @@ class CompletionRequest(SamplingFields):
     @classmethod
     def _as_in_chats(cls, value: Any) -> Any:
         return {True: 1, False: None}[value] if isinstance(value, bool) else value
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _of_one_kind(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            if isinstance(value, list) and len({str, int, list} & set(map(type, value))) > 1:
+                message = (
+                    "is a text, token ids, a list of texts or a list of lists of token ids; one list holds one kind."
+                )
+                raise refuse("prompt", message) from None
+            raise
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -164,5 +186,5 @@ def parsed_arguments(arguments: str | dict[str, Any] | None) -> Any:
         return arguments or {}
     try:
         return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:  # a model may have written anything
+    except (ValueError, RecursionError):  # a model may have written anything
         return arguments

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from .common import MAX_LOGPROBS, SamplingFields, refuse, shortened
+from .common import MAX_LOGPROBS, Integer, Part, SamplingFields, refuse, shortened
 from .openai import MAX_MESSAGES, FunctionName
 
 MAX_METADATA = 16
@@ -108,7 +108,7 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-class TextFormat(BaseModel):
+class TextFormat(Part):
     """What form the text must have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -124,7 +124,7 @@ class TextFormat(BaseModel):
         return self
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """What the text must be like."""
 
     format: TextFormat | None = None
@@ -143,19 +143,19 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class FunctionChoice(BaseModel):
+class FunctionChoice(Part):
     """The function that has to be called, or one of those that may be."""
 
     type: Literal["function"]
     name: FunctionName
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(Part):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
 
 
 class ReasoningOptions(BaseModel):
@@ -175,14 +175,14 @@ class ResponsesRequest(SamplingFields):
 
     input: Annotated[Annotated[str, Tag("Text")] | Annotated[Items, Tag("List")], Discriminator(_text_or_list)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], Field(max_length=32)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS, strict=True)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -191,7 +191,7 @@ class ResponsesRequest(SamplingFields):
     conversation: Any = None
     prompt: Any = None
     # Understood, and without effect on an answer of this server.
-    max_tool_calls: int | None = None
+    max_tool_calls: Integer | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -205,6 +205,11 @@ class ResponsesRequest(SamplingFields):
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise refuse(name, f"is not offered: {_STATELESS}")
+        if self.truncation == "auto":
+            raise refuse(
+                "truncation",
+                "'auto' is not offered: items of the input are never dropped; send what fits, or 'disabled'.",
+            )
         if self.prompt is not None:
             raise refuse("prompt", "(a stored template) is not offered; send its text as `instructions` or `input`.")
         for name, why in _REFUSED.items():
@@ -230,7 +235,7 @@ def chat_fields(request: ResponsesRequest) -> dict[str, Any]:
             The body.
 
     Raises:
-        ValueError: If an output of a function belongs to no call.
+        ValueError: If an output of a function belongs to no call, or a tool is allowed that there is not.
     """
     fields: dict[str, Any] = request.model_dump(include=_SAMPLING, exclude_none=True, by_alias=True)
     fields |= {
@@ -245,17 +250,22 @@ def chat_fields(request: ResponsesRequest) -> dict[str, Any]:
     }
     if request.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    tools, choice = request.tools, request.tool_choice
+    if request.tools:
+        fields["tools"] = [_chat_tool(tool) for tool in request.tools]
+    choice = request.tool_choice
     if isinstance(choice, AllowedTools):
-        allowed = {tool.name for tool in choice.tools}
-        tools, choice = [tool for tool in tools or () if tool.name in allowed], choice.mode
-    if tools:
-        fields["tools"] = [_chat_tool(tool) for tool in tools]
-    if isinstance(choice, FunctionChoice):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        unknown = {tool.name for tool in choice.tools} - {tool.name for tool in request.tools or ()}
+        if unknown:
+            raise refuse("tool_choice.tools", f"has {shortened(min(unknown))}, which is not among the `tools`.")
+        allowed = {"mode": choice.mode, "tools": [_chat_choice(tool) for tool in choice.tools]}
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     else:
-        fields["tool_choice"] = choice
+        fields["tool_choice"] = _chat_choice(choice) if isinstance(choice, FunctionChoice) else choice
     return fields
+
+
+def _chat_choice(choice: FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def chat_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -291,7 +301,8 @@ def chat_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 raise refuse("input", f"{where}; {_STATELESS}")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)})
         elif item.content:
-            _assistant(messages)["reasoning_content"] = _plain_text(item.content)
+            message = _assistant(messages)
+            message["reasoning_content"] = message.get("reasoning_content", "") + _plain_text(item.content)
     return messages
 
 
@@ -302,8 +313,9 @@ def _append_message(messages: list[dict[str, Any]], item: Message) -> None:
         last["content"] += _BETWEEN + _plain_text(item.content)
     elif role == "system" and not messages:
         messages.append({"role": role, "content": _plain_text(item.content)})
-    elif role == "assistant" and last.get("role") == role and last["content"] is None:
-        last["content"] = _chat_content(item.content)  # after what it thought
+    elif role == "assistant" and last.get("role") == role and "tool_calls" not in last:
+        said = _parts(last["content"]) + _parts(_chat_content(item.content))
+        last["content"] = _chat_content(item.content) if last["content"] is None else said
     else:
         messages.append({"role": role, "content": _chat_content(item.content)})
 
@@ -323,6 +335,10 @@ def _chat_content(content: str | list[TextPart]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text or part.refusal or ""} for part in content]
+
+
+def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:

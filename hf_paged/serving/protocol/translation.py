@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from .openai import ChatCompletionRequest
 
 T = TypeVar("T")
 
+_OF_TOOL = re.compile(r"\b(tools\[\d+\])\.function\.(\w+)")  # which the other APIs have in the tool itself
+
 
 @contextlib.contextmanager
 def told_as(names: Mapping[str, str]) -> Iterator[None]:
@@ -23,12 +26,18 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
         names (`Mapping[str, str]`):
             The client's name for each that is another in chats.
     """
+
+    def of_tool(found: re.Match[str]) -> str:
+        return f"{found[1]}.{names.get(found[2], found[2])}"
+
     try:
         yield
     except ApiError as error:
         for name, told in names.items():
             error.message = error.message.replace(f"`{name}`", f"`{told}`")
-        error.param = names.get(error.param, error.param) if error.param is not None else None
+        error.message = _OF_TOOL.sub(of_tool, error.message)
+        if error.param is not None:
+            error.param = _OF_TOOL.sub(of_tool, names.get(error.param, error.param))
         raise
 
 

@@ -1,4 +1,4 @@
-"""A form forced upon an answer, for models that think first: the form holds from the end of the reasoning on."""
+"""A form forced upon an answer of a model that thinks first, or may call a tool instead: it holds for the rest."""
 
 from __future__ import annotations
 
@@ -7,29 +7,39 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 from ...generation.structured.params import StructuredOutputsParams
+from ..tool_parsers import ToolParser
 from . import ReasoningParser
 
 _BREAKS = r"/\n{0,3}/"  # between the reasoning and the answer
 
 
 def after_reasoning(
-    params: StructuredOutputsParams, parser: ReasoningParser, tokenizer: Any = None
+    params: StructuredOutputsParams,
+    parser: ReasoningParser | None,
+    tokenizer: Any = None,
+    *,
+    calls: type[ToolParser] | None = None,
 ) -> StructuredOutputsParams:
-    """Returns the constraint with free reasoning in front of it, if the answer begins with reasoning or may do so.
+    """Returns a constraint with free reasoning in front of it, if the answer begins with reasoning or may do so.
 
     Args:
         params (`StructuredOutputsParams`):
             What the answer itself must be.
-        parser (`ReasoningParser`):
+        parser (`ReasoningParser`, *optional*):
             The answer's parser, which has seen the prompt.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Says whether the tags are special tokens.
+        calls (`type[ToolParser]`, *optional*):
+            How the model marks calls, if it may call tools instead of giving an answer of this form.
 
     Raises:
-        InvalidRequestError: If the constraint is a grammar or a structural tag, which are not combined with reasoning.
+        InvalidRequestError: If the constraint is a grammar or a structural tag, which are not combined with anything,
+            or calls have no mark by which to tell them from an answer.
     """
-    if parser.begins == "outside":
-        return params
+    if parser is None or parser.begins == "outside":
+        if calls is None:
+            return params
+        return _grammar(["start: answer", *_answer(params, calls, tokenizer)])
     opening, closing = (_special(tokenizer, tag) for tag in (parser.open, parser.close))
     rules = [
         "start: thought answer" if parser.begins == "inside" else "start: (opening thought)? answer",
@@ -38,11 +48,36 @@ def after_reasoning(
         "text: TEXT" if closing else f"text[suffix={json.dumps(parser.close)}]: TEXT",
         f"BREAKS: {_BREAKS}",
         "TEXT: /(?s:.*)/",
-        f"answer: {_rule(params)}",
+        *_answer(params, calls, tokenizer),
     ]
     if parser.begins == "inside":
         del rules[1]
+    return _grammar(rules)
+
+
+def _grammar(rules: list[str]) -> StructuredOutputsParams:
     return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+
+
+def _answer(params: StructuredOutputsParams, calls: type[ToolParser] | None, tokenizer: Any) -> list[str]:
+    """The rules of the answer behind the reasoning: the form, or calls, which begin with a mark and go on freely."""
+    if calls is None:
+        return [f"answer: {_rule(params)}"]
+    if calls.bare or not calls.opens:
+        raise InvalidRequestError(
+            f"`structured_outputs.{params.source.kind}` cannot be combined with `tools` that this model may call or "
+            "not: its calls begin with nothing that tells them from an answer. Set `tool_choice` to 'none' or "
+            "'required', or leave one of the two out."
+        )
+    special = {marker: _special(tokenizer, marker) for marker in sorted(calls.markers())}
+    opens = " | ".join([special[marker] or json.dumps(marker) for marker in calls.opens])
+    further = " | ".join([name for name in special.values() if name])
+    return [
+        "answer: form | calls",
+        f"form: {_rule(params)}",
+        f"calls: ({opens}) CALL? {f'(({further}) CALL?)*' if further else ''}",
+        "CALL: /(?s:.+)/",
+    ]
 
 
 def _special(tokenizer: Any, tag: str) -> str | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-import string
-
 from ...registry import Registry
-from ..ids import new_id
+from ..ids import new_id, new_short_id
 from .base import ParsedArguments, ParsedCallStart, ParsedEvent, ParsedText, ToolParser
 from .json_calls import (
     HermesToolParser,
@@ -54,7 +51,6 @@ _SIGNS = (
     ("<function=", "qwen3_coder"),  # inside of Hermes' tags
     ("<tool_call>", "hermes"),
 )
-_ID_ALPHABET = string.ascii_letters + string.digits
 
 
 def get_tool_parser(name: str) -> type[ToolParser]:
@@ -88,5 +84,5 @@ def new_call_id(style: str = "openai") -> str:
             A parser's `id_style`: `"openai"`, or `"mistral"`, whose templates take nine letters and digits only.
     """
     if style == "mistral":
-        return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+        return new_short_id(9)
     return f"call_{new_id()}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ class ToolParser(IncrementalParser):
         functions (`Mapping[str, Any]`, *optional*):
             The functions that the request declares, with the schemas of their parameters. A call without a marker has
             to name one of these: other JSON, or other brackets, are an answer.
+        forbidden (`Collection[str]`, *optional*, defaults to `()`):
+            Functions of which a call, with or without a marker, is text.
     """
 
     opens: tuple[str, ...] = ()
@@ -72,9 +74,10 @@ class ToolParser(IncrementalParser):
     bare: bool = False
     id_style: str = "openai"  # see `new_call_id`
 
-    def __init__(self, functions: Mapping[str, Any] | None = None):
+    def __init__(self, functions: Mapping[str, Any] | None = None, forbidden: Collection[str] = ()):
         super().__init__()
         self._functions = functions
+        self._forbidden = forbidden
         self._markers = Markers([*self.opens, *self.closes])
         self._events: list[ParsedEvent] = []
         self._spaces: list[str] = []  # whitespace that is left out if a call follows
@@ -129,7 +132,7 @@ class ToolParser(IncrementalParser):
                 reader.recorded()  # a call's own end
 
     def _may_call(self, name: str, marked: bool) -> bool:
-        return marked or self._functions is None or name in self._functions
+        return name not in self._forbidden and (marked or self._functions is None or name in self._functions)
 
     def _emit_text(self, text: str) -> None:
         if not text:

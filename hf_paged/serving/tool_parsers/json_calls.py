@@ -232,7 +232,7 @@ class MistralToolParser(JsonToolParser):
             yield from reader.run(_NAME)
         yield from reader.accept("[ARGS]")
         yield from reader.run(SPACES)
-        if name and (yield from reader.peek()) == "{":
+        if name and self._may_call(name, True) and (yield from reader.peek()) == "{":
             self._start_call(name)
             yield from self._value(self._emit_arguments)
 

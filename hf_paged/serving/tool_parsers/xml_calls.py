@@ -48,7 +48,7 @@ class Qwen3CoderToolParser(ToolParser):
         """Reads a function and its arguments; returns whether all of it was there."""
         reader, started = self._reader, False
         name = yield from reader.word(_NAME)
-        if not name or not (yield from reader.accept(">")):
+        if not name or not self._may_call(name, True) or not (yield from reader.accept(">")):
             return False
         yield from reader.run(SPACES)
         while (yield from reader.accept("<parameter=")):

@@ -85,7 +85,7 @@ def test_ten_processes_at_once_build_once_and_all_load_it(place: Place):
     assert all(each.answer == ["isa", "set_isa"] for each in loaded)
     assert place.num_builds == 1
     assert {text for each in loaded for text in each.warnings} == {
-        "Building the native CPU operators, once; this takes a minute, on a busy machine several ...",
+        "Building the native CPU operators, once; this takes half a minute, on a busy machine minutes ...",
         "Another process is building the native CPU operators; waiting for it ...",
     }
 

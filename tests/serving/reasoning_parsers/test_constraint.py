@@ -6,6 +6,7 @@ from hf_paged.errors import InvalidRequestError
 from hf_paged.generation.structured.params import StructuredOutputsParams
 from hf_paged.serving.reasoning_parsers import get_reasoning_parser
 from hf_paged.serving.reasoning_parsers.constraint import after_reasoning
+from hf_paged.serving.tool_parsers import get_tool_parser
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -51,6 +52,33 @@ def test_the_form_holds_behind_the_reasoning(make, params, right, wrong, allows,
     constraint = after_reasoning(params, make(), real_tokenizer)
     assert [text for text in right if not allows(constraint, text)] == []
     assert [text for text in wrong if allows(constraint, text)] == []
+
+
+class MarkedToolParser(get_tool_parser("hermes")):
+    """Its marks are special tokens of the tokenizer."""
+
+    opens, closes = ("<|im_start|>",), ("<repo_name>",)
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "right", "wrong"),
+    [
+        (None, "hermes", ['{"a":1}', '<tool_call>\n{"x"}\n</tool_call>\n<tool_call>'], ["So.", '<tool>{"a":1}', ""]),
+        (R1, "hermes", ['hm</think>{"a":1}', "hm</think>\n\n<tool_call>f"], ["hm</think>so", '{"a":1}']),
+        (None, MarkedToolParser, ['{"a":1}', "<|im_start|>f<repo_name><|im_start|>g<repo_name>"], ["f<|im_start|>"]),
+    ],
+)
+def test_a_call_may_come_instead_of_the_form(make, calls, right, wrong, allows, real_tokenizer):
+    calls = get_tool_parser(calls) if isinstance(calls, str) else calls
+    constraint = after_reasoning(JSON, make and make(), real_tokenizer, calls=calls)
+    assert [text for text in right if not allows(constraint, text)] == []
+    assert [text for text in wrong if allows(constraint, text)] == []
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "pythonic", "llama4_pythonic"])
+def test_calls_without_a_mark_do_not_stand_beside_a_form(name):
+    with pytest.raises(InvalidRequestError, match="begin with nothing.*`tool_choice`"):
+        after_reasoning(JSON, None, calls=get_tool_parser(name))
 
 
 def test_without_reasoning_the_form_stays_as_it_is():

@@ -185,3 +185,19 @@ def test_names_that_are_no_parsers_are_refused_with_those_that_are():
 
 def test_whitespace_alone_is_text():
     assert parse(get_tool_parser("hermes")(), [" ", "\n"]) == [ParsedText(" \n")]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "required"])
+def test_a_call_of_a_function_that_is_forbidden_is_text(name):
+    write, _ = WRITERS[name]
+    make = get_tool_parser(name.split()[0])
+    allowed, forbidden = write([("f", {"a": 1})]), write([("g", {"a": 1})])
+    assert calls_of(parse(make({"f": None}, {"g"}), [allowed])) == [("f", '{"a": 1}')]
+    events = parse(make({"f": None}, {"g"}), [forbidden])
+    assert calls_of(events) == [] and text_of(events) == forbidden
+
+
+def test_a_call_in_xml_of_a_function_that_is_forbidden_is_text():
+    text = "<tool_call>\n<function=g>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    make = get_tool_parser("qwen3_coder")
+    assert calls_of(parse(make({"g": None}), [text])) and not calls_of(parse(make({"f": None}, {"g"}), [text]))
