@@ -31,7 +31,8 @@ class PagedConfig:
         max_num_seqs (`int`, *optional*):
             Requests that run at the same time.
         max_num_batched_tokens (`int`, *optional*):
-            Tokens computed in one step over all requests (the token budget).
+            Tokens computed in one step over all requests (the token budget): 1,024 on a CPU by default, 8,192 on
+            an accelerator.
         max_model_len (`int`, *optional*):
             Prompt and answer together, in tokens. By default the model's own limit.
         kv_cache_dtype (`str`, defaults to `"auto"`):

@@ -21,7 +21,9 @@ _GIB = 1 << 30
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_SEQS = {"cpu": 64}
 _DEFAULT_SEQS_ACCELERATOR = 256
-_DEFAULT_TOKENS = {"cpu": 512}
+# On CPUs a token costs the same in steps of 512, 1,024 and 2,048; larger ones bring a burst of prompts to its first
+# tokens a tenth sooner, as fewer decoding tokens come between, and make those that are decoding wait longer for theirs.
+_DEFAULT_TOKENS = {"cpu": 1024}
 _DEFAULT_TOKENS_ACCELERATOR = 8192
 _UNKNOWN_CONTEXT = 4096
 _NO_NEEDS = budget.StepNeeds()

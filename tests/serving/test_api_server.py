@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shlex
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -284,6 +286,25 @@ def test_a_server_with_tls(start_process, tmp_path):
         assert client.post("/v1/chat/completions", json=chat()).status_code == 200
     process.signal()
     assert process.wait() == 0
+
+
+# ---------------------------------------------------------------------- running
+
+
+def test_what_was_loaded_is_hidden_from_the_garbage_collector_before_anybody_is_served(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    hidden = []
+    server = SimpleNamespace(exit_code=0, stop=None, run=lambda sockets: hidden.append(gc.get_freeze_count()))
+    engine = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(loading, "load_service", lambda settings: SimpleNamespace(engine=engine, close=lambda: None))
+    monkeypatch.setattr("hf_paged.serving.app.make_app", lambda service: None)
+    monkeypatch.setattr("hf_paged.serving.lifecycle.make_server", lambda *args, **kwargs: server)
+    before = gc.get_freeze_count()
+    try:
+        assert main([str(tmp_path), "--port", "0"]) == 0
+    finally:
+        gc.unfreeze()
+    assert hidden[0] > before + 100_000
 
 
 # ---------------------------------------------------------------------- status

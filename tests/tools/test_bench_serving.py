@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from benchmarks.serving import chaos_client, compare, saturation, streams
+from benchmarks.serving import chaos_client, compare, constrained, saturation, streams
 from benchmarks.serving.chaos_fuzz import PATHS, random_request
 from benchmarks.serving.servers import Command, serving
 from hf_paged.tools.bench.serve_client import HttpClient
@@ -51,7 +51,7 @@ def test_command_lines():
     assert compare.parse(["--peers", "hf_paged,vllm-auto"]).rounds == 3
     with pytest.raises(SystemExit):
         compare.parse(["--peers", "nobody"])
-    assert saturation.parse(["--count", "9"]).count == 9
+    assert saturation.parse(["--count", "9"]).count == constrained.parse(["--count", "9"]).count == 9
 
 
 def test_busy_process_takes_its_share(monkeypatch):
