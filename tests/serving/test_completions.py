@@ -12,6 +12,7 @@ from openai.types import Completion
 from hf_paged import SamplingParams
 from hf_paged.errors import DeadlineExceededError, RequestAbortedError
 from tests.serving.events import assert_alike, events_of, joined_completion
+from tests.serving.servers import wait_until
 
 PATH = "/v1/completions"
 
@@ -253,7 +254,7 @@ def test_the_first_prompt_that_fails_ends_the_others(client, monkeypatch):
     monkeypatch.setattr(type(service), "submit", failing)
     error = refusal(client, completion(["Hello", "you", "there"], max_tokens=1900, ignore_eos=True), 408)
     assert error["message"] == "The second one failed."
-    assert all(isinstance(stream.error, RequestAbortedError) for stream in streams[::2])
+    wait_until(lambda: all(isinstance(stream.error, RequestAbortedError) for stream in streams[::2]))
 
 
 def test_best_of_as_many_as_are_wanted_is_what_n_says(client):
