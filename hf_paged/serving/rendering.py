@@ -202,7 +202,7 @@ def _template_arguments(service: Service, conversation: Conversation, template: 
     arguments = dict(service.settings.default_chat_template_kwargs or {})
     given = dict(conversation.template_arguments or {})
     documents = given.pop("documents", None) if conversation.documents is None else list(conversation.documents)
-    reserved = _reserved_arguments() | service.tokenizer.special_tokens_map.keys()
+    reserved = reserved_arguments() | service.tokenizer.special_tokens_map.keys()
     mentioned = _words(template) if given else frozenset()
     for name, value in given.items():
         if name in reserved or name.startswith("_"):
@@ -233,7 +233,8 @@ def _words(template: str) -> frozenset[str]:
 
 
 @functools.cache
-def _reserved_arguments() -> frozenset[str]:
+def reserved_arguments() -> frozenset[str]:
+    """Returns the arguments of templates that have fields of their own, or belong to the server."""
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | _NOT_FOR_REQUESTS
 
 

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .command_line import UsageError
 from .parser_choice import ParserChoice
+from .rendering import reserved_arguments
 from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,11 @@ def check_templates(tokenizer: Any, settings: ServerSettings) -> None:
             Say where it comes from.
 
     Raises:
-        UsageError: If the one of `--chat-template` is broken; for the model's own there is a warning.
+        UsageError: If the one of `--chat-template` is broken (for the model's own there is a warning), or if
+            `--default-chat-template-kwargs` sets what every request has a field for.
     """
+    for name in (settings.default_chat_template_kwargs or {}).keys() & reserved_arguments():
+        raise UsageError(f"`--default-chat-template-kwargs` cannot set {name!r}: it belongs to requests or the server.")
     templates = _templates(tokenizer)
     for name, template in templates.items():
         fault = _fault(template)

@@ -73,3 +73,13 @@ def test_a_models_own_broken_template_is_told_at_start(caplog):
         _warnings(caplog, _Templated("{% for %}"), chat_template="{% for %}")
     for fine in ("{% generation %}a{% endgeneration %}", "{{ messages[0].content }}", "{{ raise_exception('no') }}"):
         assert not _warnings(caplog, _Templated(fine), chat_template=fine)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "strftime_now"])
+def test_defaults_of_templates_cannot_stand_in_for_what_requests_say(name):
+    settings = ServerSettings(default_chat_template_kwargs={"enable_thinking": False, name: 1})
+    with pytest.raises(UsageError, match=f"--default-chat-template-kwargs` cannot set '{name}'"):
+        check_templates(_Templated("{{ messages }}"), settings)
+    check_templates(
+        _Templated("{{ messages }}"), ServerSettings(default_chat_template_kwargs={"enable_thinking": False})
+    )
