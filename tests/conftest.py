@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+from collections.abc import Iterator
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before torch is loaded: where other processes take a core, threads that wait by spinning cost a factor of ten.
@@ -13,6 +15,17 @@ import pytest
 import torch
 
 from tests.families import FAMILIES, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands and servers send logs to where stderr is at that moment: to a test's own, which ends with it."""
+    loggers = [logging.getLogger(name) for name in (None, "hf_paged", "uvicorn", "uvicorn.error", "uvicorn.access")]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate, logger.disabled) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate, disabled in before:
+        logger.handlers[:], logger.propagate, logger.disabled = handlers, propagate, disabled
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shlex
 import socket
@@ -30,17 +29,6 @@ def run(*arguments: str, module: bool = True, **environment: str) -> subprocess.
     return subprocess.run(
         [sys.executable, *program, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100
     )
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """`main` sends logs to where stderr is at that moment."""
-    loggers = [logging.getLogger(name) for name in (None, "hf_paged", "uvicorn", "uvicorn.error")]
-    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 # ---------------------------------------------------------------------- starting
