@@ -460,8 +460,9 @@ def mixed(place: Place) -> Tally:
         tally.notes["memory_mebibytes"] = round(server.memory() / 2**20)
 
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--scheduling-policy", "priority")
+    short = ("--max-model-len", "768")  # an answer without a limit of its own ends within the client's patience
     with place.server(
-        "mixed", "--max-num-seqs", "16", "--max-num-queued-reqs", "64", "--dtype", "float32", *flags
+        "mixed", "--max-num-seqs", "16", "--max-num-queued-reqs", "64", "--dtype", "float32", *flags, *short
     ) as server:
         tally = scenario(work, server, f"mixed load, {place.seconds:g} s")
     tally.notes["ordinary_answers"] = len(fixed)
