@@ -20,7 +20,8 @@ from tests.families import FAMILIES, tiny_model
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Commands and servers send logs to where stderr is at that moment: to a test's own, which ends with it."""
-    loggers = [logging.getLogger(name) for name in (None, "hf_paged", "uvicorn", "uvicorn.error", "uvicorn.access")]
+    names = (None, "hf_paged", "huggingface_hub", "uvicorn", "uvicorn.error", "uvicorn.access")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate, logger.disabled) for logger in loggers]
     yield
     for logger, handlers, level, propagate, disabled in before:

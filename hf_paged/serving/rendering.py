@@ -365,9 +365,8 @@ def _encode(
     longest = _longest_token(service.tokenizer)
     if keep_last is not None:
         text = text[-(keep_last + _MARGIN) * longest :]
-    elif (
-        len(text) > service.max_model_len * longest and not any_length
-    ):  # tokenizing it would take seconds, for nothing
+    elif not any_length and len(text) > service.max_model_len * longest:
+        # Tokenizing it would take seconds, for nothing.
         raise too_long(service, param, f"at least {len(text) // longest}")
     try:
         text.encode()

@@ -34,21 +34,13 @@ SECRET = "my name is Bond"
 @pytest.fixture
 def configured():
     """Configures logging for one test: returns a function that does it and returns where the lines go."""
-    names = (None, "hf_paged", "huggingface_hub", "uvicorn", "uvicorn.error")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    access = logging.getLogger("uvicorn.access")
 
     def configure(log_format="text", level="INFO"):
         stream = io.StringIO()
         configure_logging(log_format, level, stream)
         return stream
 
-    yield configure
-    access.disabled = False
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    return configure
 
 
 class _Ids:
