@@ -237,7 +237,11 @@ class AsyncEngine:
             raise
         answers.begin(state, deadline, arrived)
         if self.cause is not None:  # it died meanwhile, perhaps before it could see this request
+            self._orphans.append(state)
             answers.fail(self._death())
+        elif self._stop.is_set():  # closed meanwhile, likewise
+            self.engine.abort_all([state])
+            self._after_step()
         return answers
 
     def _courier(self, loop: asyncio.AbstractEventLoop) -> Courier:

@@ -242,3 +242,32 @@ def test_lost_device_ends_the_thread(model):
     assert not engine.is_alive and engine.cause is cause
     engine.close()
     assert_idle(model.engine)
+
+
+@pytest.mark.parametrize("ending", ["closed", "dead"])
+def test_request_that_comes_while_the_thread_ends_is_told_and_leaves_nothing(model, monkeypatch, ending):
+    engine, add_request = AsyncEngine(model), model.engine.add_request
+
+    def fall_dead(*args):
+        raise SystemExit("enough")
+
+    def add_late(*args, **kwargs):
+        if ending == "closed":
+            engine.close()
+        else:
+            engine._thread.join(10)
+        return add_request(*args, **kwargs)
+
+    async def run():
+        stream = engine.submit(PROMPTS[0], params())
+        with pytest.raises(RequestAbortedError if ending == "closed" else EngineDiedError):
+            await asyncio.wait_for(stream.output(), 10)
+
+    monkeypatch.setattr(model.engine, "add_request", add_late)
+    if ending == "dead":
+        monkeypatch.setattr(model.engine, "serve", fall_dead)
+    asyncio.run(run())
+    monkeypatch.undo()
+    engine.close()
+    assert_idle(model.engine)
+    assert not engine._live
