@@ -172,6 +172,8 @@ def _announce(service: Service, address: str, seconds: float) -> None:
         f"Try: {_example(service, address)}",
         flush=True,
     )
+    if settings.page and settings.uds is None:
+        print(f"Page: {address}/", flush=True)
 
 
 def _example(service: Service, address: str) -> str:
