@@ -9,8 +9,15 @@ from typing import Annotated
 import typer
 
 from ..tools.bench import BENCHMARK_HELP
+from .examples import examples
+from .help import Command, style
 
-app = typer.Typer(help="Measure speed and memory, alone or beside stock Transformers.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed and memory, alone or beside stock Transformers.",
+    epilog=examples("hf-paged bench latency --runs 1"),
+    no_args_is_help=True,
+    rich_markup_mode=style(),
+)
 
 
 def _make_command(name: str) -> Callable[..., None]:
@@ -28,6 +35,10 @@ def _make_command(name: str) -> Callable[..., None]:
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
     ) -> None:
+        if model is not None:
+            from ..serving.preflight import check_model
+
+            check_model(model)
         from ..configuration import PagedConfig
         from ..tools.bench.report import log_console, output_console, write_json
         from ..tools.bench.session import BenchOptions, run_benchmark
@@ -53,7 +64,9 @@ def _make_command(name: str) -> Callable[..., None]:
 
 
 for _name, _help in BENCHMARK_HELP.items():
-    app.command(_name, help=_help)(_make_command(_name))
+    app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
+        _make_command(_name)
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -8,8 +8,17 @@ from typing import Annotated
 
 import typer
 
+from . import exits
+from .examples import examples
+from .help import command_with, flags_of_servers
+
 # The flags of a server's model and engine are looked at by the server's own parser.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+Command = command_with(flags_of_servers)
+EXAMPLES = examples(
+    'echo \'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"Hi"}}\' > requests.jsonl',
+    "hf-paged run-batch --demo -i requests.jsonl -o answers.jsonl --overwrite",
+)
 
 
 def run_batch(
@@ -32,8 +41,8 @@ def run_batch(
     /v1/completions, /v1/responses or /v1/messages; answers come in their order. A line's `model` is left out, or is
     MODEL as it stands here (or a --served-model-name): any other is that line's error.
 
-    A line that fails gets an entry that says why, and the others go on. The summary counts errors by their code. The
-    exit code is 0 unless no line at all was answered, which is 1.
+    A line that fails gets an entry that says why, and the others go on; the exit code is 1 then. The summary counts
+    errors by their code.
     """
     from ..serving.command_line import UsageError, parse_settings
     from ..tools.run_batch import run_batch as run
@@ -49,5 +58,5 @@ def run_batch(
     summary = run(settings, input_file, output_file, overwrite=overwrite, max_in_flight=max_in_flight)
     text = json_format.dumps(dataclasses.asdict(summary)) if json else summary.describe()
     typer.echo(text, err=output_file == "-")
-    if summary.failed and not summary.succeeded:
-        raise typer.Exit(1)
+    if summary.failed:
+        raise typer.Exit(exits.FAILED)
