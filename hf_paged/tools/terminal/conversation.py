@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import tempfile
@@ -90,7 +91,9 @@ class Conversation:
         """
         name = name.replace("-", "_")
         if name not in PARAMETERS:
-            raise InvalidRequestError(f"There is no parameter {name!r}; there are {', '.join(PARAMETERS)}.")
+            close = difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(PARAMETERS)}."
+            raise InvalidRequestError(f"There is no parameter {name!r}; {hint}")
         if text in ("", "default"):
             self.sampling.pop(name, None)
             return
