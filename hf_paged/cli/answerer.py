@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from ..serving.settings import ServerSettings, flag
 from .logs import hide_bars, only_warnings, waiting_for
+from .usage import UsageError
 
 if TYPE_CHECKING:
     from ..tools.terminal.answers import Answerer
@@ -48,7 +47,7 @@ def opened(
         return
     if demo or engine:
         other = "--demo" if demo else flag(next(iter(engine)))
-        raise typer.BadParameter(f"`{other}` is for a model of this machine; leave it or `--base-url` out.")
+        raise UsageError(f"`{other}` is for a model of this machine; leave it or `--base-url` out.")
     from ..serving.process_list import hide
     from ..tools.terminal.remote import RemoteServer
 
@@ -79,7 +78,7 @@ def opened_model(
     """
     settings = make_model_settings(model, demo, engine)
     if api_key is not None:
-        raise typer.BadParameter("`--api-key` is for a server; name it with `--base-url URL`.")
+        raise UsageError("`--api-key` is for a server; name it with `--base-url URL`.")
     only_warnings()
     settings, name = fetched(settings)
     with waiting_for(f"Loading {name}"):
@@ -104,14 +103,18 @@ def make_model_settings(model: str | None, demo: bool, engine: Mapping[str, Any]
         engine (`Mapping[str, Any]`):
             Flags of the engine that were given.
     """
+    from ..errors import HfPagedError
     from ..serving.command_line import make_settings
     from ..serving.preflight import check_flags
 
     flags = {**engine, **({"model": model} if model is not None else {}), **({"demo": True} if demo else {})}
-    settings = make_settings({name: _text(value) for name, value in flags.items()})
-    if settings.model is None and not settings.demo:
-        raise typer.BadParameter("Name a MODEL (a folder or a name on the Hub), or give `--demo`.")
-    check_flags(settings)
+    try:
+        settings = make_settings({name: _text(value) for name, value in flags.items()})
+        if settings.model is None and not settings.demo:
+            raise UsageError("Name a MODEL (a folder or a name on the Hub), or give `--demo`.")
+        check_flags(settings)
+    except HfPagedError as error:
+        raise UsageError(str(error)) from error
     return settings
 
 

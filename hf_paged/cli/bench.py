@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from ..tools.bench import BENCHMARK_HELP
+from . import exits
 from .examples import examples
-from .help import Command, style
+from .help import Command, command_with, flags_of, style
+from .usage import refuse_unknown
 
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",
@@ -69,9 +71,22 @@ for _name, _help in BENCHMARK_HELP.items():
     )
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def _serve_flags() -> list[tuple[str, str]]:
+    from ..tools.bench.serve_settings import make_parser
+
+    return flags_of(make_parser())
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    cls=command_with(_serve_flags),
+)
 def serve(context: typer.Context) -> None:
     """Load for a running server, ours or any that speaks OpenAI's API; flags as of `vllm bench serve`."""
+    if {"-h", "--help"} & set(context.args):
+        typer.echo(serve_help())
+        return
+    refuse_unknown(context.args, [name for name, _ in _serve_flags()])
     from ..serving.process_list import hide
     from ..tools.bench.report import log_console, output_console
     from ..tools.bench.serve import print_result, run_serve_benchmark, write_files
@@ -86,4 +101,12 @@ def serve(context: typer.Context) -> None:
     if written:
         log_console().print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)
     if not run.result["completed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(exits.FAILED)
+
+
+def serve_help() -> str:
+    """Returns the help of `hf-paged bench serve`."""
+    from ..tools.bench.serve_settings import make_parser
+
+    load = "--port 8000 --num-prompts 16 --input-len 32 --output-len 16"
+    return f"{make_parser().format_help()}\n{examples(f'hf-paged bench serve {load}')}"

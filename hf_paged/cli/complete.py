@@ -12,6 +12,7 @@ from .answerer import opened
 from .examples import examples
 from .interrupts import stopping_only
 from .options import MAX_TOKENS, ApiKey, BaseUrl, Demo, takes_model, takes_sampling
+from .usage import UsageError
 
 EXAMPLES = examples(
     "hf-paged complete --demo 'The capital of France is' --max-tokens 12",
@@ -42,7 +43,7 @@ def complete(
 
     model, prompts = split_words(list(words or ()), served_model, named=demo or base_url is not None)
     if len(prompts) > 1:
-        raise typer.BadParameter(f"There is one PROMPT, got {len(prompts)}: quote it. `hf-paged generate` takes many.")
+        raise UsageError(f"There is one PROMPT, got {len(prompts)}: quote it. `hf-paged generate` takes many.")
     prompt = prompts[0] if prompts else _from_stdin()
     screen = Screen()
     seed = sampling.pop("seed", None)
@@ -74,10 +75,10 @@ def split_words(words: list[str], option: str | None, *, named: bool) -> tuple[s
 
 def _from_stdin() -> str:
     if sys.stdin.isatty():
-        raise typer.BadParameter("Give a PROMPT, or pipe one in.")
+        raise UsageError("Give a PROMPT, or pipe one in.")
     prompt = sys.stdin.read()
     if not prompt:
-        raise typer.BadParameter("There is no PROMPT: standard input is empty.")
+        raise UsageError("There is no PROMPT: standard input is empty.")
     return prompt.removesuffix("\n")
 
 

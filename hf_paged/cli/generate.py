@@ -14,6 +14,7 @@ from .answerer import opened_model
 from .complete import split_words
 from .examples import examples
 from .options import MAX_TOKENS, Demo, takes_model, takes_sampling
+from .usage import UsageError
 
 _BAR_AFTER = 2.0  # seconds
 EXAMPLES = examples(
@@ -66,7 +67,7 @@ def generate(
 
     model, prompts = split_words(list(words or ()), model_option, named=demo)
     if prompts and input is not None:
-        raise typer.BadParameter(f"Give either prompts ({prompts[0]!r}) or `--input` {input!r}, not both.")
+        raise UsageError(f"Give either prompts ({prompts[0]!r}) or `--input` {input!r}, not both.")
     source = None if prompts else _source(input)
     _check_files(source, output, overwrite, json)
     seed = sampling.pop("seed", None)
@@ -103,7 +104,7 @@ def generate(
 
 def _source(input: str | None) -> str:
     if input is None and sys.stdin.isatty():
-        raise typer.BadParameter("Give prompts, `--input FILE`, or pipe lines in.")
+        raise UsageError("Give prompts, `--input FILE`, or pipe lines in.")
     return input or "-"
 
 
@@ -112,13 +113,13 @@ def _check_files(source: str | None, output: str, overwrite: bool, json: bool | 
     from ..tools.terminal.files import check_output, check_source
 
     if output != "-" and json is False:
-        raise typer.BadParameter("`--no-json` is for the standard output; a file has objects.")
+        raise UsageError("`--no-json` is for the standard output; a file has objects.")
     try:
         if source is not None:
             check_source(source)
         check_output(output, source, overwrite)
     except ConfigurationError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _wants_text(json: bool | None, output: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import shutil
@@ -75,13 +76,21 @@ def _completion_item() -> Any:
 
 def flags_of_servers() -> list[tuple[str, str]]:
     """Returns the flags of `hf-paged serve`, with their help."""
-    import argparse
-
     from ..serving.command_line import make_parser
 
+    return flags_of(make_parser())
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """Returns the flags of a parser, with their help.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            The parser.
+    """
     return [
         (name, action.help or "")
-        for action in make_parser()._actions
+        for action in parser._actions
         if action.help is not argparse.SUPPRESS
         for name in action.option_strings
         if name.startswith("--")

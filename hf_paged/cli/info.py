@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .examples import examples
+from .usage import UsageError
 
 EXAMPLES = examples("hf-paged info", "hf-paged info --generate --json")
 
@@ -22,7 +23,7 @@ def info(
 ) -> None:
     """Print versions, the machine and the attention backends; with a MODEL, what its engine would do here."""
     if generate and model is not None:
-        raise typer.BadParameter("--generate is the same for every model; leave out MODEL.")
+        raise UsageError("--generate is the same for every model; leave out MODEL.")
     if model is not None:
         from ..serving.preflight import check_model
 

@@ -17,6 +17,7 @@ from types import FrameType
 _PATIENCE = 10.0  # seconds: a step of an engine may take so long
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _received: list[int] = []
+_timers: list[threading.Timer] = []
 
 
 class Terminated(KeyboardInterrupt):
@@ -41,6 +42,8 @@ def handled() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        while _timers:
+            _timers.pop().cancel()
 
 
 @contextlib.contextmanager
@@ -63,6 +66,7 @@ def _receive(number: int, frame: FrameType | None) -> None:
         _leave()
     timer = threading.Timer(_PATIENCE, _leave)
     timer.daemon = True
+    _timers.append(timer)
     with contextlib.suppress(RuntimeError):  # at the very end no thread can be started any more
         timer.start()
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated

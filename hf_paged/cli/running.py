@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -11,10 +10,8 @@ from typing import Any
 import typer
 
 from . import exits, interrupts
+from .usage import ClickException, unknown_flag
 
-# Typer brings a Click of its own, or uses the one that is installed: the classes are found through one it exports.
-_UsageError: Any = typer.BadParameter.__mro__[1]
-_ClickException: Any = _UsageError.__mro__[1]
 _LONGEST = 1000  # characters of a message: some libraries write pages
 
 
@@ -46,7 +43,7 @@ def _ended_by(arguments: list[str], debug: bool) -> int:
         return _invoke(arguments, debug)
     except typer.Exit as ended:
         return ended.exit_code
-    except _ClickException as error:
+    except ClickException as error:
         return _wrong_usage(error)
     except BrokenPipeError:
         raise
@@ -95,8 +92,7 @@ def _message(error: Any, context: Any) -> str:
     if type(error).__name__ != "NoSuchOption" or not option:
         return error.format_message()
     known = [name for parameter in context.command.get_params(context) for name in parameter.opts] if context else []
-    close = difflib.get_close_matches(option, known, n=1, cutoff=0.6)
-    return f"Unknown flag `{option}`" + (f"; did you mean `{close[0]}`?" if close else ".")
+    return unknown_flag(option, known)
 
 
 def _failed(error: Exception) -> int:

@@ -40,7 +40,10 @@ class UsageError(ConfigurationError):
 
 
 def parse_settings(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, prog: str | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    prog: str | None = None,
+    also: Sequence[str] = (),
 ) -> ServerSettings:
     """Returns the settings that a command line, the environment and a file say. `--help` ends the process.
 
@@ -51,16 +54,19 @@ def parse_settings(
             Instead of the process's own.
         prog (`str`, *optional*):
             What `--help` calls the program.
+        also (`Sequence[str]`, defaults to none):
+            Flags that somebody else has read, to be suggested for a misspelled one.
 
     Raises:
         UsageError: Says which flag, key or variable is wrong, and what was probably meant.
         NotSupportedError: If something was asked for that is not built yet.
     """
-    environment = os.environ if environment is None else environment
     parser = make_parser(prog)
     given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
     if unknown:
-        _refuse_unknown(unknown[0], [option for action in parser._actions for option in action.option_strings])
+        _refuse_unknown(
+            unknown[0], [*also, *(option for action in parser._actions for option in action.option_strings)]
+        )
     flags = {name: value for name, value in vars(given).items() if value is not None}
     if given.model_option is not None:
         if given.model is not None and given.model != given.model_option:

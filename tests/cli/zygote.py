@@ -24,9 +24,9 @@ def run(job: dict[str, Any]) -> None:
         streams = [os.open(job["stdin"], os.O_RDONLY), *(os.open(job[name], flags) for name in ("stdout", "stderr"))]
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
     sys.argv = ["hf-paged", *job["arguments"]]

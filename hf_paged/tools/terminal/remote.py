@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import ConfigurationError, EngineError, InvalidRequestError
+from ...errors import ConfigurationError, EngineError, HfPagedError, InvalidRequestError
 from .answers import Answer, Write
 
 KEY_VARIABLES = ("OPENAI_API_KEY", "HF_PAGED_API_KEY")
@@ -56,14 +56,16 @@ class RemoteServer:
         try:
             with self._open("/v1/models", timeout=_CONNECTING) as answer:
                 models = {str(model["id"]): model for model in json.loads(answer.read())["data"]}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(f"{self._url} does not answer /v1/models as OpenAI does: {error!r}.") from error
         except InvalidRequestError:
             if not self.name:
                 raise ConfigurationError(
                     f"{self._url} does not list its models; name the MODEL beside `--base-url`."
                 ) from None
             return
+        except HfPagedError:  # some are a ValueError, too
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self._url} does not answer /v1/models as OpenAI does: {error!r}.") from error
         if not self.name:
             if not models:
                 raise ConfigurationError(f"{self._url} serves no model.")
