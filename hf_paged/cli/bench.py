@@ -9,8 +9,17 @@ from typing import Annotated
 import typer
 
 from ..tools.bench import BENCHMARK_HELP
+from . import exits
+from .examples import examples
+from .help import Command, command_with, flags_of, style
+from .usage import refuse_unknown
 
-app = typer.Typer(help="Measure speed and memory, alone or beside stock Transformers.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed and memory, alone or beside stock Transformers.",
+    epilog=examples("hf-paged bench latency --runs 1"),
+    no_args_is_help=True,
+    rich_markup_mode=style(),
+)
 
 
 def _make_command(name: str) -> Callable[..., None]:
@@ -28,6 +37,10 @@ def _make_command(name: str) -> Callable[..., None]:
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
     ) -> None:
+        if model is not None:
+            from ..serving.preflight import check_model
+
+            check_model(model)
         from ..configuration import PagedConfig
         from ..tools.bench.report import log_console, output_console, write_json
         from ..tools.bench.session import BenchOptions, run_benchmark
@@ -53,12 +66,27 @@ def _make_command(name: str) -> Callable[..., None]:
 
 
 for _name, _help in BENCHMARK_HELP.items():
-    app.command(_name, help=_help)(_make_command(_name))
+    app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
+        _make_command(_name)
+    )
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def _serve_flags() -> list[tuple[str, str]]:
+    from ..tools.bench.serve_settings import make_parser
+
+    return flags_of(make_parser())
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    cls=command_with(_serve_flags),
+)
 def serve(context: typer.Context) -> None:
     """Load for a running server, ours or any that speaks OpenAI's API; flags as of `vllm bench serve`."""
+    if {"-h", "--help"} & set(context.args):
+        typer.echo(serve_help())
+        return
+    refuse_unknown(context.args, [name for name, _ in _serve_flags()])
     from ..serving.process_list import hide
     from ..tools.bench.report import log_console, output_console
     from ..tools.bench.serve import print_result, run_serve_benchmark, write_files
@@ -73,4 +101,12 @@ def serve(context: typer.Context) -> None:
     if written:
         log_console().print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)
     if not run.result["completed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(exits.FAILED)
+
+
+def serve_help() -> str:
+    """Returns the help of `hf-paged bench serve`."""
+    from ..tools.bench.serve_settings import make_parser
+
+    load = "--port 8000 --num-prompts 16 --input-len 32 --output-len 16"
+    return f"{make_parser().format_help()}\n{examples(f'hf-paged bench serve {load}')}"

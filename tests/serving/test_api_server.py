@@ -16,7 +16,7 @@ import pytest
 from transformers import T5Config
 
 from hf_paged.errors import ConfigurationError
-from hf_paged.serving import loading, process_list
+from hf_paged.serving import loading, model_loading, process_list
 from hf_paged.serving.api_server import main
 from hf_paged.serving.listening import allow_successors, bind, url
 from hf_paged.serving.settings import ServerSettings
@@ -134,7 +134,7 @@ def test_what_cannot_be_done_is_refused_at_start_in_one_line(tiny_checkpoint, fl
     ],
 )
 def test_wrong_usage_is_found_before_anything_is_loaded(tiny_checkpoint, flags, message, capfd, monkeypatch):
-    monkeypatch.setattr(loading, "LLM", None)
+    monkeypatch.setattr(model_loading, "LLM", None)
     assert main([str(tiny_checkpoint), "--port", "0", *flags]) == 2
     captured = capfd.readouterr()
     assert message in captured.err.splitlines()[-1]
