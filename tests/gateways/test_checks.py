@@ -95,8 +95,8 @@ def test_metrics_of_all_servers_are_added_and_other_reasons_and_aliases_are_not(
 
 def test_waiting_for_idle_servers_ends_when_they_are_and_when_it_takes_too_long():
     busy, server = FakeServer(running=1), FakeServer()
-    assert not Engines([busy]).wait_until_idle(0.05)
-    assert Engines([server]).wait_until_idle(0.05)
+    assert not asyncio.run(Engines([busy]).wait_until_idle(0.05))
+    assert asyncio.run(Engines([server]).wait_until_idle(0.05))
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -32,13 +32,13 @@ class Size:
             Tokens of an answer that a client leaves.
     """
 
-    steady: int = 48
+    steady: int = 32
     spike: int = 10 * QUEUE_LIMIT * NUM_SERVERS
     longest_blackout: float = 90.0
-    long_answer: int = 600
+    long_answer: int = 300
 
 
-QUICK = Size(steady=12, longest_blackout=60.0, long_answer=400)
+QUICK = Size(steady=12, longest_blackout=60.0, long_answer=200)
 
 
 @dataclasses.dataclass
@@ -200,7 +200,7 @@ async def leave_streams(client: Client, engines: Engines, tokens: int, count: in
         count (`int`, defaults to 6):
             How many.
     """
-    before = engines.aborted
+    before = await asyncio.to_thread(lambda: engines.aborted)
     outcomes = await asyncio.gather(*(client.leave_stream(tokens) for _ in range(count)))
     return sum(outcome.kind == LEFT for outcome in outcomes), await _noticed(engines, before)
 
@@ -218,9 +218,9 @@ async def leave_answers(client: Client, engines: Engines, tokens: int, count: in
         count (`int`, defaults to 6):
             How many.
     """
-    before, leave = engines.aborted, asyncio.Event()
+    before, leave = await asyncio.to_thread(lambda: engines.aborted), asyncio.Event()
     clients = [asyncio.create_task(client.leave_whole(tokens, leave)) for _ in range(count)]
-    await asyncio.to_thread(engines.wait_until, lambda: engines.busy >= count)
+    await engines.wait_until(lambda: engines.busy >= count)
     leave.set()
     outcomes = await asyncio.gather(*clients)
     return sum(outcome.kind == LEFT for outcome in outcomes), await _noticed(engines, before)
@@ -228,8 +228,8 @@ async def leave_answers(client: Client, engines: Engines, tokens: int, count: in
 
 async def _noticed(engines: Engines, before: float) -> int:
     """An engine that noticed nothing ends its answers, all the same: then it is idle, too."""
-    await asyncio.to_thread(engines.wait_until_idle)
-    return round(engines.aborted - before)
+    await engines.wait_until_idle()
+    return round(await asyncio.to_thread(lambda: engines.aborted) - before)
 
 
 def mistakes(client: Client) -> Mapping[str, bytes]:
@@ -273,14 +273,14 @@ async def check(client: Client, engines: Engines, size: Size, log: Callable[[str
     found.phases.append(await steady(client, BEFORE, size.steady))
     log(f"a spike: {size.spike} requests at once")
     found.phases.append(await spike(client, size.spike))
-    await asyncio.to_thread(engines.wait_until_idle)
+    await engines.wait_until_idle()
     found.seconds_to_first_success, found.refused_before = await first_success(client, size.longest_blackout)
     log(f"steady load again: {size.steady} requests")
     found.phases.append(await steady(client, AFTER, size.steady))
     log(f"{LEAVING} clients leave their streams, {LEAVING} others before their answer")
     found.left_streams = await leave_streams(client, engines, size.long_answer)
     found.left_answers = await leave_answers(client, engines, size.long_answer)
-    found.blocks_free = await asyncio.to_thread(engines.wait_until_idle)
+    found.blocks_free = await engines.wait_until_idle()
     log("mistakes")
     for what, body in mistakes(client).items():
         found.mistakes[what] = await client.post(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -27,7 +28,7 @@ FLAGS = {
     "--timeout-keep-alive": KEEP_ALIVE_SECONDS,
     "--shutdown-timeout": 10,
 }
-PATIENCE = 60.0
+PATIENCE = 180.0
 START_TIMEOUT = 300.0
 # What a gateway has started may take so long to end after it.
 END_SECONDS = 5.0
@@ -76,30 +77,30 @@ class Engines:
         """Returns the share of blocks that requests hold, of all servers together."""
         return self.total("kv_cache_usage_perc")
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    async def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Waits for something to be true and returns whether it came true.
 
         Args:
             condition (`Callable[[], bool]`):
-                What to wait for.
-            seconds (`float`, defaults to 60.0):
+                What to wait for; it may ask the servers.
+            seconds (`float`, defaults to 180.0):
                 How long at most.
         """
         end = time.monotonic() + seconds
-        while not condition():
+        while not await asyncio.to_thread(condition):
             if time.monotonic() > end:
                 return False
-            time.sleep(0.1)
+            await asyncio.sleep(0.1)
         return True
 
-    def wait_until_idle(self, seconds: float = PATIENCE) -> bool:
+    async def wait_until_idle(self, seconds: float = PATIENCE) -> bool:
         """Waits until no request runs or waits and all blocks are free; returns whether it came so.
 
         Args:
-            seconds (`float`, defaults to 60.0):
+            seconds (`float`, defaults to 180.0):
                 How long at most.
         """
-        return self.wait_until(lambda: self.busy == 0 and self.blocks_in_use == 0, seconds)
+        return await self.wait_until(lambda: self.busy == 0 and self.blocks_in_use == 0, seconds)
 
 
 @contextlib.contextmanager

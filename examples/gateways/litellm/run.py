@@ -29,8 +29,11 @@ VARIABLES = {
     "LITELLM_MASTER_KEY": KEY,
 }
 # A server whose queue is full has room within a second: none is left alone for a while, and what it refuses goes back
-# to the client at once.
-RECOMMENDED = {"disable_cooldowns": True, "num_retries": 0, "routing_strategy": "least-busy"}
+# to the client at once. A client that leaves before its answer ends the request, as one that leaves a stream does.
+RECOMMENDED = {
+    "general_settings": {"cancel_on_disconnect": True},
+    "router_settings": {"disable_cooldowns": True, "num_retries": 0, "routing_strategy": "least-busy"},
+}
 KNOWN = ()
 
 
@@ -48,12 +51,8 @@ def configuration(urls: list[str], recommended: bool) -> dict[str, Any]:
         }
         for url in urls
     ]
-    settings = {"telemetry": False}
-    return {
-        "model_list": deployments,
-        "litellm_settings": settings,
-        "router_settings": RECOMMENDED if recommended else {},
-    }
+    settings = RECOMMENDED if recommended else {}
+    return {"model_list": deployments, "litellm_settings": {"telemetry": False}, **settings}
 
 
 @contextlib.contextmanager
