@@ -34,7 +34,7 @@ RECOMMENDED = {
     "general_settings": {"cancel_on_disconnect": True},
     "router_settings": {"disable_cooldowns": True, "num_retries": 0, "routing_strategy": "least-busy"},
 }
-KNOWN = ()
+KNOWN = ("known: refusals carry `llm_provider-retry-after` instead of Retry-After",)
 
 
 def prepare(log: Callable[[str], None]) -> Path:

@@ -43,7 +43,10 @@ RESILIENCE = {
     "waitForCooldown": {"enabled": False, "maxRetries": 0, "maxRetryWaitSec": 0},
 }
 COMBO = {"maxRetries": 0, "concurrencyPerModel": 1000, "queueTimeoutMs": 1000}
-KNOWN = ()
+KNOWN = (
+    "known: it notices clients that leave only while it streams; others are computed to the end",
+    "known: the usage of streams is its own estimate, unless they ask for continuous_usage_stats",
+)
 
 
 def prepare(log: Callable[[str], None]) -> Path:
