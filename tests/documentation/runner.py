@@ -78,7 +78,9 @@ class PageRun:
         """Runs the blocks of a page that are to be run; returns how many there were."""
         wanted = [block for block in page.blocks if block.treatment == "run"]
         for block in wanted:
+            started = time.monotonic()
             self.run(block)
+            print(f"{time.monotonic() - started:6.1f} s  {block.place} {block.language}")
         return len(wanted)
 
     def run(self, block: Block) -> None:
