@@ -174,30 +174,42 @@ def continuous_batches() -> list[list[tuple[int, int, str]]]:
     return seats
 
 
-def timeline(drawing: Drawing, x: float, y: float, title: str, seats: list[list[tuple[int, int, str]]]) -> None:
+def timeline(
+    drawing: Drawing, x: float, y: float, title: str, words: str, seats: list[list[tuple[int, int, str]]]
+) -> None:
     """One row for each seat, one column for each step."""
     step, height, gap = 25, 24, 8
     last = max(end for seat in seats for _, end, _ in seat)
     drawing.text(x, y, title, bold=True, size=15)
+    drawing.text(x, y + 20, words, fill=PALE)
     for number, seat in enumerate(seats):
-        top = y + 16 + number * (height + gap)
+        top = y + 36 + number * (height + gap)
         drawing.box(x, top, last * step, height, "url(#unused)")
         for start, end, name in seat:
             drawing.cell(x + start * step, top, (end - start) * step, height, name, name)
-    below = y + 16 + len(seats) * (height + gap) + 14
+    below = y + 36 + len(seats) * (height + gap) + 14
     busy = sum(end - start for seat in seats for start, end, _ in seat) / (last * len(seats))
     drawing.text(x, below + 4, f"{last} steps, {1 - busy:.0%} of the seats idle")
 
 
 def batching(drawing: Drawing, x: float, y: float) -> None:
     """Six answers of different lengths in three seats, twice."""
-    timeline(drawing, x, y, "Static batches wait for the longest", static_batches())
-    timeline(drawing, x + 428, y, "hf_paged: a free seat is taken at once", continuous_batches())
+    timeline(
+        drawing,
+        x,
+        y,
+        "Static batches wait for the longest",
+        "a row is a seat; time goes to the right",
+        static_batches(),
+    )
+    timeline(
+        drawing, x + 428, y, "A free seat is taken at once", "hf_paged; the same six answers", continuous_batches()
+    )
 
 
 def draw_overview() -> None:
     """The README's picture."""
-    drawing = Drawing(900, 440, "The same memory in pieces and in blocks; the same answers in batches and continuously")
+    drawing = Drawing(900, 460, "The same memory in pieces and in blocks; the same answers in batches and continuously")
     memory(drawing, 28, 40)
     drawing.parts.append('<line x1="28" y1="252" x2="872" y2="252" stroke="#d0d7de"/>')
     batching(drawing, 28, 284)
@@ -213,7 +225,7 @@ def draw_memory() -> None:
 
 def draw_batching() -> None:
     """Static and continuous batches."""
-    drawing = Drawing(900, 196, "Six answers in three seats, in static batches and continuously")
+    drawing = Drawing(900, 216, "Six answers in three seats, in static batches and continuously")
     batching(drawing, 28, 40)
     drawing.save("batching.svg")
 
@@ -295,12 +307,28 @@ def labelled(drawing: Drawing, x: float, y: float, w: float, h: float, title: st
 def draw_step() -> None:
     """One step: schedule, launch, collect."""
     drawing = Drawing(900, 330, "One step: the scheduler fills a row of tokens, the model computes it, answers grow")
-    labelled(drawing, 28, 28, 250, 128, "1  schedule", "running requests first: 1 token each,", "then waiting ones, in chunks,",
-             "until the token budget is spent", "(max_num_batched_tokens)")  # fmt: skip
-    labelled(drawing, 325, 28, 250, 128, "2  launch", "your Transformers model, called", "once on one row of tokens;",
-             "attention reads and writes K/V", "through the block tables")  # fmt: skip
-    labelled(drawing, 622, 28, 250, 128, "3  collect", "tokens are chosen and sent;", "who is done gives its blocks back",
-             "(they stay findable as cached", "beginnings until needed)")  # fmt: skip
+    parts = {
+        "1  schedule": (
+            "running requests first: 1 token each,",
+            "then waiting ones, in chunks,",
+            "until the token budget is spent",
+            "(max_num_batched_tokens)",
+        ),
+        "2  launch": (
+            "your Transformers model, called",
+            "once on one row of tokens;",
+            "attention reads and writes K/V",
+            "through the block tables",
+        ),
+        "3  collect": (
+            "tokens are chosen and sent;",
+            "who is done gives its blocks back",
+            "(they stay findable as cached",
+            "beginnings until needed)",
+        ),
+    }
+    for number, (title, lines) in enumerate(parts.items()):
+        labelled(drawing, 28 + number * 297, 28, 250, 128, title, *lines)
     drawing.arrow((278, 92), (321, 92))
     drawing.arrow((575, 92), (618, 92))
     drawing.arrow((747, 156), (747, 182), (153, 182), (153, 160))
@@ -317,10 +345,10 @@ def draw_step() -> None:
     drawing.box(28, 234, 30 * width, 28, "none", line=INK, width=1.2)
     drawing.text(28, 284, "A B D decode:", size=12.5)
     drawing.text(28, 301, "one token each", size=12.5, fill=PALE)
-    drawing.text(134, 284, "C: the rest of its prompt", size=12.5)
-    drawing.text(134, 301, "its first chunk came before", size=12.5, fill=PALE)
-    drawing.text(310, 284, "E: a chunk of a long prompt", size=12.5)
-    drawing.text(310, 301, "more in the next steps", size=12.5, fill=PALE)
+    drawing.text(142, 284, "C: the rest of its prompt", size=12.5)
+    drawing.text(142, 301, "its first chunk came before", size=12.5, fill=PALE)
+    drawing.text(328, 284, "E: a chunk of a long prompt", size=12.5)
+    drawing.text(328, 301, "more in the next steps", size=12.5, fill=PALE)
     drawing.text(575, 284, "budget left", size=12.5)
     drawing.text(690, 244, "Prompts and answers are", size=13, fill=PALE)
     drawing.text(690, 262, "one loop: every request", size=13, fill=PALE)
@@ -334,12 +362,20 @@ def draw_step() -> None:
 def draw_routes() -> None:
     """Which calls the engine runs, and which Transformers' own loop."""
     drawing = Drawing(900, 372, "Which calls run on the engine and which in Transformers' own loop")
-    labelled(drawing, 28, 28, 262, 92, "model.generate, pipeline", "plain greedy search and sampling,", "with Transformers' processors")
-    labelled(drawing, 28, 136, 262, 92, "model.generate", "beams, custom processors, scores,", "attentions, stop strings, ...")
-    labelled(drawing, 28, 244, 262, 100, "model.generate", "assisted decoding, your own cache,", "holes in the mask, a model that", "the engine cannot run")
-    labelled(drawing, 336, 28, 220, 92, "requests", "the engine's sampler", "chooses the tokens")
-    labelled(drawing, 336, 136, 220, 92, "a session", "Transformers' code chooses,", "the engine computes")
-    labelled(drawing, 336, 244, 220, 100, "Transformers' loop", "slower, and right;", "the log says so")
+    calls = (
+        ("plain greedy search and sampling,", "with Transformers' processors"),
+        ("beams, custom processors, scores,", "attentions, stop strings, ..."),
+        ("assisted decoding, your own cache,", "holes in the mask, a model that", "the engine cannot run"),
+    )
+    ways = (
+        ("requests", "the engine's sampler", "chooses the tokens"),
+        ("a session", "Transformers' code chooses,", "the engine computes"),
+        ("Transformers' loop", "slower, and right;", "the log says so"),
+    )
+    for number, (call, way) in enumerate(zip(calls, ways, strict=True)):
+        y, height = 28 + number * 108, 92 + 8 * (number == 2)
+        labelled(drawing, 28, y, 262, height, "model.generate" + ", pipeline" * (number == 0), *call)
+        labelled(drawing, 336, y, 220, height, *way)
     drawing.box(602, 28, 270, 200, "#ddf4ff", line=COLOURS["A"], rx=6)
     drawing.text(737, 58, "the engine", anchor="middle", bold=True, size=15)
     for number, line in enumerate(("one pool of blocks, one loop of steps", "shared by all calls and threads")):
@@ -347,7 +383,9 @@ def draw_routes() -> None:
     drawing.text(737, 150, "always here:", anchor="middle", size=12.5, fill=PALE)
     for number, line in enumerate(("generate_batch, the manager,", "LLM, AsyncEngine, hf-paged serve")):
         drawing.text(737, 172 + number * 20, line, anchor="middle", size=13)
-    labelled(drawing, 602, 244, 270, 100, "model(...), training", "a plain forward of your model;", "the engine is never met")
+    labelled(
+        drawing, 602, 244, 270, 100, "model(...), training", "a plain forward of your model;", "the engine is never met"
+    )
     for y in (74, 182, 294):
         drawing.arrow((290, y), (332, y))
     for y in (74, 182):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-import inspect
+import importlib.util
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 from tests.documentation.pages import ROOT, Page, shell_lines
 
@@ -21,7 +23,6 @@ def flags_of_verbs() -> dict[str, frozenset[str]]:
     """Returns the options of each verb of `hf-paged`, those of vLLM's that are understood included."""
     from typer.main import get_command
 
-    from hf_paged import compat
     from hf_paged.cli.app import app
     from hf_paged.serving import command_line
     from hf_paged.tools.bench import serve_settings
@@ -35,16 +36,26 @@ def flags_of_verbs() -> dict[str, frozenset[str]]:
     found["serve"] = server
     found["run-batch"] |= server
     found["bench serve"] = _options_of_parser(serve_settings.make_parser())
-    stock = compat.serve_command()
-    if stock is not None:
-        names = [name.replace("_", "-") for name in inspect.signature(stock.__init__).parameters]
-        found["transformers-serve"] |= {f"--{no}{name}" for name in names for no in ("", "no-")}
+    found["transformers-serve"] |= _options_of_transformers_serve()
     return {verb: frozenset(flags) for verb, flags in found.items()}
 
 
 def _options_of(command) -> set[str]:
     found = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return {*found, "-h", "--help"}
+
+
+def _options_of_transformers_serve() -> set[str]:
+    """Read in the source: importing it takes many seconds."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None, "Transformers is installed"
+    source = Path(spec.origin).parent / "cli" / "serve.py"
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == "Serve":
+            init = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
+            names = [argument.arg.replace("_", "-") for argument in (*init.args.args, *init.args.kwonlyargs)]
+            return {f"--{no}{name}" for name in names for no in ("", "no-")}
+    raise AssertionError(f"{source} has no class Serve any more")
 
 
 def _options_of_parser(parser) -> set[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from tests.documentation.pages import ROOT, Block, Page, shell_lines
 
 PATIENCE = 240.0  # seconds for a block, on a busy machine
-_SERVER = re.compile(r"^\s*(?:\w+=\S+\s+)*(?:hf-paged (?:serve|transformers-serve)|python -m hf_paged\.serving)\b")
+_SERVER = re.compile(r"^\s*(?:hf-paged (?:serve|transformers-serve)|python -m hf_paged\.serving)\b")
 _DEFAULT_PORT = 8000
 
 
@@ -28,89 +35,38 @@ class BlockFailedError(AssertionError):
     """A block of a page does not do what a reader expects."""
 
 
-class PageRun:
-    """One reading of a page, with a folder of its own for what blocks write.
+class Python:
+    """A process that runs Python blocks. Pages share it, as importing torch takes seconds, and nothing else.
 
     Args:
-        folder (`Path`):
-            An empty folder, in which everything runs.
         environment (`Mapping[str, str]`):
             Variables beside this process's own.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]):
-        self.folder = folder
-        self.port = _free_port()
-        tools = folder / "bin"
-        tools.mkdir()
-        for name, words in {"hf-paged": "-m hf_paged.cli", "python": ""}.items():
-            script = tools / name
-            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-            script.chmod(0o755)
-        # A status of HTTP that means failure fails a block, as it disappoints a reader.
-        (folder / ".curlrc").write_text(f"fail-with-body\nsilent\nshow-error\nmax-time = {PATIENCE:.0f}\n")
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("HF_PAGED_PORT")},
-            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "CURL_HOME": str(folder),
-            "HF_PAGED_PORT": str(self.port),
-            "NO_PROXY": "*",
-            **environment,
-        }
-        self._python: subprocess.Popen[str] | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-        self._logs: dict[str, IO[bytes]] = {}
+    def __init__(self, environment: Mapping[str, str]):
+        self._environment = _with_tools(environment)
+        self._process: subprocess.Popen[str] | None = None
+        self._log = Log()
 
-    def __enter__(self) -> PageRun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end_server()
-        if self._python is not None:
-            assert self._python.stdin is not None
-            self._python.stdin.close()
-            _end(self._python)
-        for log in self._logs.values():
-            log.close()
-
-    def run_page(self, page: Page) -> int:
-        """Runs the blocks of a page that are to be run; returns how many there were."""
-        wanted = [block for block in page.blocks if block.treatment == "run"]
-        for block in wanted:
-            started = time.monotonic()
-            self.run(block)
-            print(f"{time.monotonic() - started:6.1f} s  {block.place} {block.language}")
-        return len(wanted)
-
-    def run(self, block: Block) -> None:
-        """Runs one block, after those before it."""
-        text = re.sub(rf"((?:127\.0\.0\.1|localhost):|--port[ =]){_DEFAULT_PORT}\b", rf"\g<1>{self.port}", block.text)
-        if block.language == "python":
-            self._run_python(block, text)
-        else:
-            self._run_bash(block, text)
-
-    # ------------------------------------------------------------------ Python
-
-    def _run_python(self, block: Block, text: str) -> None:
-        if self._python is None:
-            self._python = subprocess.Popen(
+    def run(self, block: Block, text: str, folder: Path) -> None:
+        """Runs a block, with the names that blocks before it in this folder have left."""
+        if self._process is None:
+            self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("python_child.py"))],
-                cwd=self.folder,
-                env=self.environment,
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._log("python"),
+                stderr=self._log.file,
                 text=True,
                 start_new_session=True,
             )
-        child = self._python
+        child = self._process
         assert child.stdin is not None and child.stdout is not None
         watchdog = threading.Timer(PATIENCE, child.kill)
         watchdog.start()
+        command = {"page": str(block.page), "line": block.line, "text": text, "folder": str(folder.resolve())}
         try:
-            child.stdin.write(json.dumps({"page": str(block.page), "line": block.line, "text": text}) + "\n")
+            child.stdin.write(json.dumps(command) + "\n")
             child.stdin.flush()
             answer = child.stdout.readline()
         except BrokenPipeError:
@@ -118,34 +74,126 @@ class PageRun:
         finally:
             watchdog.cancel()
         if not answer:
+            self.end()
             raise BlockFailedError(
                 f"{block.place}: the Python process ended in this block, or it took more than {PATIENCE:.0f} s:\n"
-                f"{self._tail('python')}"
+                f"{self._log.tail()}"
             )
         error = json.loads(answer)["error"]
         if error is not None:
-            raise BlockFailedError(f"{block.place}: the block raised\n{error}\n{self._tail('python')}")
+            raise BlockFailedError(f"{block.place}: the block raised\n{error}\n{self._log.tail()}")
 
-    # ------------------------------------------------------------------ bash and servers
+    def end(self) -> None:
+        """Ends the process; the next block starts another."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            _end(self._process)
+            self._process = None
 
-    def _run_bash(self, block: Block, text: str) -> None:
-        lines, rest = shell_lines(text), []
-        for line in lines:
+
+class Server:
+    """A server that a page starts. One that another page starts by the same words goes on, as starting takes seconds.
+
+    Args:
+        environment (`Mapping[str, str]`):
+            Variables beside this process's own.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.port = _free_port()
+        self._environment = {**_with_tools(environment), "HF_PAGED_PORT": str(self.port)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words: list[str] = []
+        self._log = Log()
+
+    def start(self, block: Block, line: str, folder: Path) -> None:
+        """Runs a line that starts a server, and waits until it is ready."""
+        words = shlex.split(line, comments=True)
+        if self._process is not None and self._process.poll() is None and words == self._words:
+            return
+        self.end()
+        self._words, self._log = words, Log()
+        self._process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log.file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + PATIENCE
+        while not _is_healthy(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise BlockFailedError(f"{block.place}: the server does not start:\n{self.tail()}")
+            time.sleep(0.05)
+
+    def tail(self) -> str:
+        """The end of what it has logged."""
+        return self._log.tail()
+
+    def end(self) -> None:
+        """Ends it."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+
+class Machine:
+    """What pages have in common: a process for Python, a server, and a place for commands.
+
+    Args:
+        environment (`Mapping[str, str]`):
+            Variables beside this process's own.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment = environment
+        self.python = Python(environment)
+        self.server = Server(environment)
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.server.end()
+        self.python.end()
+
+    def run_page(self, page: Page, folder: Path) -> int:
+        """Runs the blocks of a page that are to be run, in an empty folder; returns how many there were."""
+        wanted = [block for block in page.blocks if block.treatment == "run"]
+        for block in wanted:
+            started, used = time.monotonic(), _processor_seconds()
+            self._run(block, folder)
+            spent = _processor_seconds() - used
+            print(f"{time.monotonic() - started:6.1f} s, {spent:5.1f} s of processors  {block.place} {block.language}")
+        return len(wanted)
+
+    def _run(self, block: Block, folder: Path) -> None:
+        port = rf"\g<1>{self.server.port}"
+        text = re.sub(rf"((?:127\.0\.0\.1|localhost):|--port[ =]){_DEFAULT_PORT}\b", port, block.text)
+        if block.language == "python":
+            self.python.run(block, text, folder)
+            return
+        rest: list[str] = []
+        for line in shell_lines(text):
             if _SERVER.match(line) and "--help" not in line and "--stock-help" not in line:
-                self._run_script(block, "\n".join(rest))
+                self._run_script(block, rest, folder)
                 rest = []
-                self._start_server(block, line)
+                self.server.start(block, line.rstrip().removesuffix("&"), folder)
             else:
                 rest.append(line)
-        self._run_script(block, text if len(rest) == len(lines) else "\n".join(rest))
+        self._run_script(block, rest, folder)
 
-    def _run_script(self, block: Block, script: str) -> None:
-        if not script.strip():
+    def _run_script(self, block: Block, lines: list[str], folder: Path) -> None:
+        if not lines:
             return
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=self.folder,
-            env=self.environment,
+            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+            cwd=folder,
+            env={**_with_tools(self.environment), "HF_PAGED_PORT": str(self.server.port)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -158,44 +206,55 @@ class PageRun:
             _end(process)
             raise BlockFailedError(f"{block.place}: the block took more than {PATIENCE:.0f} s") from None
         if process.returncode != 0:
-            server = f"\nthe server's log:\n{self._tail('server')}" if self._server is not None else ""
-            raise BlockFailedError(f"{block.place}: exit code {process.returncode}\n{output[-4000:]}{server}")
+            raise BlockFailedError(
+                f"{block.place}: exit code {process.returncode}\n{output[-4000:]}\n"
+                f"the last server:\n{self.server.tail()}"
+            )
 
-    def _start_server(self, block: Block, line: str) -> None:
-        self._end_server()
-        self._server = subprocess.Popen(
-            ["bash", "-c", f"exec {line.strip().rstrip('&')}"] if "=" not in line.split()[0] else ["bash", "-c", line],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log("server"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + PATIENCE
-        while not _is_healthy(self.port):
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise BlockFailedError(f"{block.place}: the server does not start:\n{self._tail('server')}")
-            time.sleep(0.05)
 
-    def _end_server(self) -> None:
-        if self._server is not None:
-            _end(self._server)
-            self._server = None
+@functools.cache
+def _tools() -> Path:
+    """A folder with the commands that pages use, and with what curl reads."""
+    folder = Path(tempfile.mkdtemp(prefix="hf_paged_pages_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, words in {"hf-paged": "-m hf_paged.cli", "python": ""}.items():
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        script.chmod(0o755)
+    # A status of HTTP that means failure fails a block, as it disappoints a reader.
+    (folder / ".curlrc").write_text(f"fail-with-body\nsilent\nshow-error\nmax-time = {PATIENCE:.0f}\n")
+    return folder
 
-    # ------------------------------------------------------------------ what they say
 
-    def _log(self, name: str) -> IO[bytes]:
-        if name not in self._logs:
-            self._logs[name] = tempfile.TemporaryFile(dir=self.folder)
-        return self._logs[name]
+def _with_tools(environment: Mapping[str, str]) -> dict[str, str]:
+    path = f"{_tools()}{os.pathsep}{os.environ['PATH']}"
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "CURL_HOME": str(_tools()), "NO_PROXY": "*"}
+    return {**_without_port(os.environ), **ours, **environment}
 
-    def _tail(self, name: str) -> str:
-        if name not in self._logs:
-            return ""
-        log = self._logs[name]
-        size = os.fstat(log.fileno()).st_size
-        return os.pread(log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace")
+
+class Log:
+    """What a process says, in a file without a name."""
+
+    def __init__(self) -> None:
+        self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the last process
+
+    def tail(self) -> str:
+        """The end of it."""
+        descriptor = self.file.fileno()
+        return os.pread(descriptor, 4000, max(0, os.fstat(descriptor).st_size - 4000)).decode(errors="replace")
+
+
+def _without_port(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != "HF_PAGED_PORT"}
+
+
+def _processor_seconds() -> float:
+    """Of all processes that this one has started: on a busy machine, what a block costs."""
+    total = sum(os.times()[2:4])
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def _is_healthy(port: int) -> bool:
@@ -211,16 +270,11 @@ def _end(process: subprocess.Popen) -> None:
     """Ends a process and all that it started, which are in a session of their own."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import tomllib
@@ -13,7 +14,12 @@ from tests.documentation.pages import PARSED, RUN, SHOWN, Block, all_pages, read
 
 PAGES = all_pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
-PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: list(yaml.safe_load_all(text))}
+PARSERS = {
+    "python": ast.parse,
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "yaml": lambda text: list(yaml.safe_load_all(text)),
+}
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -46,20 +52,32 @@ def test_most_blocks_are_run():
     ), reasons
 
 
-@pytest.mark.parametrize("block", of("python"), ids=lambda block: block.place)
-def test_python_compiles(block):
-    compile(block.text, block.place, "exec")
+@every_page
+def test_blocks_are_well_formed(page):
+    wrong = {block.place: _mistake_in(block) for block in page.blocks}
+    assert not any(wrong.values()), {place: mistake for place, mistake in wrong.items() if mistake}
 
 
-@pytest.mark.parametrize("block", of("bash"), ids=lambda block: block.place)
-def test_bash_is_well_formed(block):
-    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
+def _mistake_in(block: Block) -> str | None:
+    try:
+        if block.language == "bash":
+            done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+            return done.stderr or None
+        PARSERS.get(block.language, str)(block.text)
+    except ValueError as error:  # also what TOML and JSON raise
+        return str(error)
+    except (SyntaxError, yaml.YAMLError) as error:
+        return str(error)
+    return None
 
 
-@pytest.mark.parametrize("block", [block for name in PARSED for block in of(name)], ids=lambda block: block.place)
-def test_data_is_what_it_says(block):
-    PARSERS[block.language](block.text)
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [("python", "def f("), ("bash", "if true"), ("json", "{"), ("yaml", "a: [1"), ("toml", "a = ")],
+)
+def test_blocks_that_are_not_well_formed_are_found(tmp_path, language, text):
+    assert _mistake_in(Block(tmp_path / "page.md", 1, language, text, None))
+    assert _mistake_in(Block(tmp_path / "page.md", 1, "text", text, None)) is None
 
 
 def test_blocks_are_found_as_they_stand(tmp_path):

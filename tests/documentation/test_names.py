@@ -62,7 +62,7 @@ def test_metrics_exist(page):
 
 @every_page
 def test_variables_of_the_environment_exist(page):
-    named = {name for name in re.findall(r"\bHF_PAGED_[A-Z_]*[A-Z]\b", ALL_TEXT[page.name])}
+    named = set(re.findall(r"\bHF_PAGED_[A-Z_]*[A-Z]\b", ALL_TEXT[page.name]))
     assert named <= names.variables(), f"nothing reads {sorted(named - names.variables())}"
 
 
@@ -83,7 +83,9 @@ def test_pictures_say_in_words_what_they_show(page):
 def test_every_page_is_listed_in_the_index():
     index = read_page(ROOT / "docs" / "README.md")
     listed = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links}
-    missing = [page.name for page in PAGES if page.path.parent.name == "docs" and page.path not in {*listed, index.path}]
+    missing = [
+        page.name for page in PAGES if page.path.parent.name == "docs" and page.path not in {*listed, index.path}
+    ]
     assert not missing, f"docs/README.md should say who reads {missing}"
 
 

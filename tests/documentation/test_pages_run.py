@@ -5,25 +5,31 @@ from __future__ import annotations
 import pytest
 
 from tests.documentation.pages import all_pages, read_page
-from tests.documentation.runner import BlockFailedError, PageRun
+from tests.documentation.runner import BlockFailedError, Machine
 
+# The README last: it goes on with the server of the pages before it.
 RUNNABLE = [page for page in all_pages() if any(block.treatment == "run" for block in page.blocks)]
+RUNNABLE.sort(key=lambda page: page.name == "README.md")
+
+
+@pytest.fixture(scope="module")
+def machine(hub_environment):
+    """One for all pages."""
+    with Machine(hub_environment) as machine:
+        yield machine
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page, tmp_path, hub_environment):
-    with PageRun(tmp_path, hub_environment) as run:
-        assert run.run_page(page) > 0
+def test_the_blocks_of_a_page_run(page, tmp_path, machine):
+    assert machine.run_page(page, tmp_path) > 0
 
 
 def run_text(tmp_path, text: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with PageRun(folder, {}) as run:
-        run.run_page(read_page(page))
+    with Machine({}) as machine:
+        machine.run_page(read_page(page), tmp_path)
 
 
 def test_blocks_share_a_namespace_and_a_folder(tmp_path):
@@ -35,7 +41,7 @@ def test_blocks_share_a_namespace_and_a_folder(tmp_path):
 
 
 def test_a_python_block_that_raises_fails_with_its_line(tmp_path):
-    with pytest.raises(BlockFailedError, match=r'page.md:5: the block raised(.|\n)*line 6(.|\n)*NameError'):
+    with pytest.raises(BlockFailedError, match=r"page.md:5: the block raised(.|\n)*line 6(.|\n)*NameError"):
         run_text(tmp_path, "```python\nx = 1\n```\n```python\nx\nmissing\n```\n")
 
 
