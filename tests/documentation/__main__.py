@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.documentation.pages import all_pages
+from tests.documentation.pages import documentation
 
-for page in all_pages():
+for page in documentation():
     for block in page.blocks:
         reason = f"  ({block.reason})" if block.reason else ""
         print(f"{block.place:<40} {block.language or '-':<8} {block.treatment}{reason}")

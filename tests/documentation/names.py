@@ -9,6 +9,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.documentation.pages import ROOT, Page, shell_lines
 
@@ -130,19 +131,17 @@ def flags_named_alone(page: Page) -> set[str]:
 @functools.cache
 def metric_names() -> frozenset[str]:
     """Returns the names of all samples that `/metrics` has, and of the families they belong to."""
-    import time
-
-    from hf_paged import AsyncEngine
+    from hf_paged import PagedConfig
+    from hf_paged.generation.stats import EngineStats
     from hf_paged.serving.metrics import Metrics
-    from tests.paged_models import paged
 
-    engine = AsyncEngine(paged(block_size=8, num_blocks=16))
-    try:
-        metrics = Metrics(engine, "tiny")
-        metrics.http_answered("/health", 200, time.perf_counter())
-        text = metrics.render()[0].decode()
-    finally:
-        engine.close()
+    # An engine that has done nothing: the names are all there.
+    plan = SimpleNamespace(max_model_len=2048, block_size=16, num_blocks=8, enable_prefix_caching=True)
+    live = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=8, num_blocks_held=0))
+    engine = SimpleNamespace(plan=plan, config=PagedConfig(), live=live, stats=EngineStats)
+    metrics = Metrics(SimpleNamespace(engine=engine, num_running=0, num_waiting=0), "tiny")
+    metrics.http_answered("/health", 200, 0.001)
+    text = metrics.render()[0].decode()
     samples = re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)
     families = re.findall(r"^# TYPE ([\w:]+)", text, re.MULTILINE)
     return frozenset({*samples, *families})

@@ -147,9 +147,16 @@ def _end_of_block(lines: list[str], start: int, fence: str) -> int:
     raise AssertionError(f"line {start + 1}: a code block that begins here has no end")
 
 
-def all_pages() -> list[Page]:
-    """Returns the README and all pages of `docs`."""
+def documentation() -> list[Page]:
+    """Returns the README and all pages of `docs`, whose blocks are run."""
     return [read_page(path) for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))]
+
+
+def other_pages() -> list[Page]:
+    """Returns the pages for those who work on the project, and those beside what they describe."""
+    folders = (ROOT, ROOT / "benchmarks", ROOT / "examples")
+    found = {path for folder in folders for path in (folder.glob if folder == ROOT else folder.rglob)("*.md")}
+    return [read_page(path) for path in sorted(found - {ROOT / "README.md"})]
 
 
 def shell_lines(text: str) -> list[str]:

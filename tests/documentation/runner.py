@@ -27,7 +27,7 @@ import psutil
 from tests.documentation.pages import ROOT, Block, Page, shell_lines
 
 PATIENCE = 240.0  # seconds for a block, on a busy machine
-_SERVER = re.compile(r"^\s*(?:hf-paged (?:serve|transformers-serve)|python -m hf_paged\.serving)\b")
+_SERVER = re.compile(r"^\s*(?:\w+=\S+\s+)*(?:hf-paged (?:serve|transformers-serve)|python -m hf_paged\.serving)\b")
 _DEFAULT_PORT = 8000
 
 
@@ -110,13 +110,14 @@ class Server:
 
     def start(self, block: Block, line: str, folder: Path) -> None:
         """Runs a line that starts a server, and waits until it is ready."""
-        words = shlex.split(line, comments=True)
+        line = re.sub(r"\s*&?\s*(#.*)?$", "", line)
+        words = shlex.split(line)
         if self._process is not None and self._process.poll() is None and words == self._words:
             return
         self.end()
         self._words, self._log = words, Log()
         self._process = subprocess.Popen(
-            words,
+            ["bash", "-c", f"exec env {line}"],
             cwd=folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -177,21 +178,25 @@ class Machine:
         if block.language == "python":
             self.python.run(block, text, folder)
             return
+        lines = shell_lines(text)
+        if not any(map(_starts_server, lines)):
+            self._run_script(block, text, folder)
+            return
         rest: list[str] = []
-        for line in shell_lines(text):
-            if _SERVER.match(line) and "--help" not in line and "--stock-help" not in line:
-                self._run_script(block, rest, folder)
+        for line in lines:
+            if _starts_server(line):
+                self._run_script(block, "\n".join(rest), folder)
                 rest = []
-                self.server.start(block, line.rstrip().removesuffix("&"), folder)
+                self.server.start(block, line, folder)
             else:
                 rest.append(line)
-        self._run_script(block, rest, folder)
+        self._run_script(block, "\n".join(rest), folder)
 
-    def _run_script(self, block: Block, lines: list[str], folder: Path) -> None:
-        if not lines:
+    def _run_script(self, block: Block, script: str, folder: Path) -> None:
+        if not script:
             return
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+            ["bash", "-euo", "pipefail", "-c", script],
             cwd=folder,
             env={**_with_tools(self.environment), "HF_PAGED_PORT": str(self.server.port)},
             stdin=subprocess.DEVNULL,
@@ -210,6 +215,10 @@ class Machine:
                 f"{block.place}: exit code {process.returncode}\n{output[-4000:]}\n"
                 f"the last server:\n{self.server.tail()}"
             )
+
+
+def _starts_server(line: str) -> bool:
+    return _SERVER.match(line) is not None and not {"-h", "--help", "--stock-help"} & set(line.split())
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import tomllib
 import pytest
 import yaml
 
-from tests.documentation.pages import PARSED, RUN, SHOWN, Block, all_pages, read_page
+from tests.documentation.pages import PARSED, RUN, SHOWN, Block, documentation, read_page
 
-PAGES = all_pages()
+PAGES = documentation()
 BLOCKS = [block for page in PAGES for block in page.blocks]
 PARSERS = {
     "python": ast.parse,

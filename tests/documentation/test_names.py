@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.documentation import names
-from tests.documentation.pages import ROOT, Page, all_pages, read_page, slug_of
+from tests.documentation.pages import ROOT, Page, documentation, other_pages, read_page, slug_of
 
-PAGES = all_pages()
+PAGES = [*documentation(), *other_pages()]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 ALL_TEXT = {page.name: page.path.read_text(encoding="utf-8") for page in PAGES}
 
@@ -47,7 +47,7 @@ def test_commands_have_verbs_and_flags_that_exist(page):
     assert not wrong, "\n".join(wrong)
 
 
-@every_page
+@pytest.mark.parametrize("page", documentation(), ids=lambda page: page.name)
 def test_flags_that_are_named_alone_exist(page):
     unknown = sorted(names.flags_named_alone(page) - names.known_flags())
     assert not unknown, f"no verb of hf-paged has {unknown} (those of other programs: names.OF_OTHERS)"
@@ -83,9 +83,7 @@ def test_pictures_say_in_words_what_they_show(page):
 def test_every_page_is_listed_in_the_index():
     index = read_page(ROOT / "docs" / "README.md")
     listed = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links}
-    missing = [
-        page.name for page in PAGES if page.path.parent.name == "docs" and page.path not in {*listed, index.path}
-    ]
+    missing = [page.name for page in documentation()[1:] if page.path not in {*listed, index.path}]
     assert not missing, f"docs/README.md should say who reads {missing}"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.documentation.pages import all_pages, read_page
-from tests.documentation.runner import BlockFailedError, Machine
+from tests.documentation.pages import documentation, read_page
+from tests.documentation.runner import BlockFailedError, Machine, _starts_server
 
 # The README last: it goes on with the server of the pages before it.
-RUNNABLE = [page for page in all_pages() if any(block.treatment == "run" for block in page.blocks)]
+RUNNABLE = [page for page in documentation() if any(block.treatment == "run" for block in page.blocks)]
 RUNNABLE.sort(key=lambda page: page.name == "README.md")
 
 
@@ -53,6 +53,21 @@ def test_a_bash_block_that_fails_says_what_it_wrote(tmp_path):
 def test_a_server_that_does_not_start_fails_its_block(tmp_path):
     with pytest.raises(BlockFailedError, match=r"page.md:2: the server does not start:(.|\n)*--no-such-flag"):
         run_text(tmp_path, "```bash\nhf-paged serve MODEL --no-such-flag  # a comment\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        ("hf-paged serve MODEL --port 8000", True),
+        ("HF_PAGED_API_KEY=secret hf-paged serve MODEL &  # a comment", True),
+        ("python -m hf_paged.serving.api_server --model MODEL", True),
+        ("hf-paged transformers-serve MODEL", True),
+        ("hf-paged serve --help", False),
+        ("hf-paged bench serve --base-url URL", False),
+    ],
+)
+def test_lines_that_start_a_server_are_known(line, starts):
+    assert _starts_server(line) is starts
 
 
 def test_a_block_with_a_reason_is_not_run(tmp_path):
