@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigurationError
-from ..vllm_names import FORMER, SWITCHES, names_of_vllm, take_vllm_names
+from ..vllm_names import FORMER, RENAMED, SWITCHES, names_of_vllm, take_vllm_names
 from .settings import GROUPS, ServerSettings, flag, help_texts, value_type
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         if name in SWITCHES:
             hidden.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
-            hidden.add_argument(flag(name), help=argparse.SUPPRESS)
+            hidden.add_argument(flag(name), nargs="+" if name in RENAMED else None, help=argparse.SUPPRESS)
     return parser
 
 
