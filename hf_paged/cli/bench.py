@@ -14,6 +14,9 @@ from .examples import examples
 from .help import Command, command_with, flags_of, style
 from .usage import refuse_unknown
 
+PLOT_HELP = "Draw the figures into a file: .png, .svg or .pdf. Needs matplotlib (the extra `bench`)."
+PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wrong name lists what there is."
+
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",
     epilog=examples("hf-paged bench latency --runs 1"),
@@ -36,7 +39,17 @@ def _make_command(name: str) -> Callable[..., None]:
         count: Annotated[int | None, typer.Option(min=1, help="Another number of requests.")] = None,
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
+        plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
+        picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
     ) -> None:
+        from ..tools.bench.plots import check_target, check_writable, choose_picture, plot_report
+
+        # Before the measurement, and before torch is loaded for it.
+        choose_picture(name, picture)
+        if plot is not None:
+            check_target(plot)
+        if json is not None:
+            check_writable(json, "--json")
         if model is not None:
             from ..serving.preflight import check_model
 
@@ -61,6 +74,9 @@ def _make_command(name: str) -> Callable[..., None]:
         report.print(output_console())
         if json is not None:
             write_json(json, report.to_dict())
+        if plot is not None:
+            plot_report(report.to_dict(), plot, picture)
+            options.log(f"written: {plot}")
 
     return command
 
@@ -69,6 +85,26 @@ for _name, _help in BENCHMARK_HELP.items():
     app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
         _make_command(_name)
     )
+
+
+@app.command(
+    "plot",
+    epilog=examples(
+        "hf-paged bench latency --runs 1 --count 2 --json latency.json", "hf-paged bench plot latency.json"
+    ),
+    cls=Command,
+)
+def plot(
+    report: Annotated[Path, typer.Argument(metavar="FILE.json", help="What `--json` or `--save-result` wrote.")],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"{PLOT_HELP} By default a PNG beside the report.")
+    ] = None,
+    picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
+) -> None:
+    """Draw the figures of an earlier measurement; nothing is measured."""
+    from ..tools.bench.plots import plot_file
+
+    typer.echo(f"written: {plot_file(report, plot, picture)}", err=True)
 
 
 def _serve_flags() -> list[tuple[str, str]]:
