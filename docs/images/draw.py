@@ -336,20 +336,19 @@ def draw_step() -> None:
 
     drawing.text(28, 222, "The row of one step", bold=True, size=15)
     x, width = 28, 21
-    row = [("A", 1), ("B", 1), ("D", 1), ("C", 9), ("E", 14)]
+    row = [("A", 1), ("B", 1), ("D", 1), ("C", 9), ("E", 18)]
     for owner, count in row:
         for _ in range(count):
             drawing.cell(x, 234, width, 28, owner)
             x += width
-    drawing.box(x, 234, 4 * width, 28, "url(#unused)", line=CARD)
     drawing.box(28, 234, 30 * width, 28, "none", line=INK, width=1.2)
     drawing.text(28, 284, "A B D decode:", size=12.5)
     drawing.text(28, 301, "one token each", size=12.5, fill=PALE)
     drawing.text(142, 284, "C: the rest of its prompt", size=12.5)
     drawing.text(142, 301, "its first chunk came before", size=12.5, fill=PALE)
     drawing.text(328, 284, "E: a chunk of a long prompt", size=12.5)
-    drawing.text(328, 301, "more in the next steps", size=12.5, fill=PALE)
-    drawing.text(575, 284, "budget left", size=12.5)
+    drawing.text(328, 301, "the rest in the next steps", size=12.5, fill=PALE)
+    drawing.text(28 + 30 * width, 284, "budget spent", size=12.5, anchor="end")
     drawing.text(690, 244, "Prompts and answers are", size=13, fill=PALE)
     drawing.text(690, 262, "one loop: every request", size=13, fill=PALE)
     drawing.text(690, 280, "catches up with its tokens.", size=13, fill=PALE)

@@ -14,7 +14,12 @@ from types import SimpleNamespace
 from tests.documentation.pages import ROOT, Page, shell_lines
 
 # Flags of other programs that pages name alone, and whose they are.
-OF_OTHERS = {"--no-deps": "pip", "--index-url": "pip", "--constraint": "pip", "--only": "make gates"}
+OF_OTHERS = {
+    "--health-check-endpoint": "vllm-router",
+    "--health-check-interval-secs": "vllm-router",
+    "--index-url": "pip",
+    "--no-deps": "pip",
+}
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
 _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 
@@ -94,7 +99,7 @@ def mistakes_in_command(command: str) -> list[str]:
     words = [word for word in _split(command) if word not in ("&", "...")]
     verbs = flags_of_verbs()
     plain = [word for word in words if not word.startswith("-")]
-    if not plain:
+    if not plain or (words[0].startswith("-") and plain[0] not in verbs):
         return [f"no verb has `{word}`" for word in words if word.startswith("--") and word not in known_flags()]
     if plain[0] == "VERB":
         return []
@@ -120,12 +125,13 @@ def _split(command: str) -> list[str]:
 
 
 def flags_named_alone(page: Page) -> set[str]:
-    """Returns the flags that a page's prose names as code without a command before them."""
+    """Returns the flags that a page's prose names as code alone, but those of other programs in its own blocks."""
+    foreign = [line for block in page.blocks for line in shell_lines(block.text) if "hf-paged" not in line]
     found = set()
     for code in page.inline_code:
         if code.startswith("-"):
             found |= {flag.replace("_", "-") for flag in _FLAG.findall(re.sub(r"'[^']*'|\"[^\"]*\"", "", code))}
-    return found
+    return found - set(_FLAG.findall(" ".join(foreign)))
 
 
 @functools.cache

@@ -100,6 +100,7 @@ def test_every_page_is_listed_in_the_index():
         ("transformers-serve MODEL --port 8000 --paged-config '{}'", None),
         ("run-batch -i in.jsonl -o out.jsonl MODEL --max-num-seqs 8", None),
         ("--version", None),
+        ("--version --verbose", "no verb has `--verbose`"),
     ],
 )
 def test_mistakes_in_commands_are_found(command, mistake):
