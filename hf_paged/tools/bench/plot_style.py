@@ -120,8 +120,8 @@ def make_sheet(
     for line, size, color, weight in head:
         figure.text(MARGIN / WIDTH, 1 - top / total, line, size=size, color=color, weight=weight, va="top")
         top += size * LINE_HEIGHT
-    for number, line in enumerate(reversed(foot_lines)):
-        bottom = MARGIN + number * FOOT_SIZE * LINE_HEIGHT
+    for number, line in enumerate(foot_lines, 1):
+        bottom = MARGIN + (len(foot_lines) - number) * FOOT_SIZE * LINE_HEIGHT
         figure.text(MARGIN / WIDTH, bottom / total, line, size=FOOT_SIZE, color=QUIET, va="baseline")
     axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat)
     for axis in axes:
@@ -225,7 +225,9 @@ def legend_above(axis: Any, entries: Sequence[tuple[str, str, str]], columns: in
         elif kind in ("line", "dash"):
             handles.append(Line2D([], [], color=color, linewidth=2, linestyle="--" if kind == "dash" else "-"))
         else:
-            handles.append(Line2D([], [], color=color, marker=kind, linestyle="none", markersize=7, markeredgewidth=2))
+            handles.append(
+                Line2D([], [], color=color, marker=kind, linestyle="none", markersize=7, markerfacecolor="white")
+            )
     axis.legend(
         handles,
         [escape(text) for _, _, text in entries],
@@ -284,9 +286,9 @@ def show_bars(
     axis.set_yticks(places, [escape(name) for name in names], size=TEXT_SIZE)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
-    width = WIDTH / axis.get_gridspec().ncols - max(text_width(name, TEXT_SIZE) for name in names) - 0.5
+    width = WIDTH / axis.get_gridspec().ncols - max((text_width(name, TEXT_SIZE) for name in names), default=0.0) - 0.5
     rooms = [max(1 - (text_width(text, TEXT_SIZE) + 0.2) / width, 0.1) for text in texts]
-    axis.set_xlim(0, max(end / room for end, room in zip(furthest, rooms, strict=True)) or 1.0)
+    axis.set_xlim(0, max((end / room for end, room in zip(furthest, rooms, strict=True)), default=0.0) or 1.0)
 
 
 def spread(values: Sequence[float], least: float) -> list[float]:
@@ -310,6 +312,16 @@ def spread(values: Sequence[float], least: float) -> list[float]:
     for index, value in zip(order, moved, strict=True):
         found[index] = value
     return found
+
+
+def in_digits(value: float) -> str:
+    """Returns a number with three digits, or all of those before the point.
+
+    Args:
+        value (`float`):
+            The number.
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def describe_setting(report: dict[str, Any]) -> str:

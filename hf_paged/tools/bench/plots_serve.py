@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .plot_style import BLUE, INK, ORANGE, TEXT_SIZE, describe_setting, legend_above, make_sheet, panel, short_name
+from .plot_style import (
+    BLUE,
+    INK,
+    ORANGE,
+    TEXT_SIZE,
+    describe_setting,
+    in_digits,
+    legend_above,
+    make_sheet,
+    panel,
+    short_name,
+)
 from .plots_latency import show_distributions
 
 _METRICS = {
@@ -102,7 +113,7 @@ def _draw_summary(report: dict[str, Any]) -> Figure:
             if key.startswith("p") and key.endswith(f"_{name}_ms")
         }
         axis.plot(list(points.values()), [place] * len(points), "-o", color=BLUE, linewidth=2, markersize=7)
-        texts = ", ".join(f"{words} {value:,.4g}" for words, value in points.items())
+        texts = ", ".join(f"{words} {in_digits(value)}" for words, value in points.items())
         axis.annotate(
             f"{texts} ms",
             (max(points.values()), place),

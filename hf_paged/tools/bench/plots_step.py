@@ -17,6 +17,7 @@ from .plot_style import (
     TEXT_SIZE,
     VERMILLION,
     describe_setting,
+    in_digits,
     legend_above,
     make_sheet,
     panel,
@@ -46,7 +47,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
     whole.bar(places, overhead, bottom=model, width=0.68, color=ORANGE, label="all else")
     for place, row in zip(places, rows, strict=True):
         whole.annotate(
-            f"{row['step_seconds'] * 1e3:.3g}", (place, row["step_seconds"] * 1e3), (0, 3),
+            in_digits(row["step_seconds"] * 1e3), (place, row["step_seconds"] * 1e3), (0, 3),
             textcoords="offset points", ha="center", size=TEXT_SIZE, color=INK,
         )  # fmt: skip
     entries = [("area", SKY, "the model"), ("area", ORANGE, "all else")]
@@ -104,7 +105,7 @@ def draw_kernels(report: dict[str, Any]) -> Figure:
         "Native operators beside what the machine allows", about, describe_setting(report), 1.2 + 0.27 * len(rows)
     )
     shares = [row["floor_share"] * 100 for row in rows]
-    texts = [f"{share:.0f} %   {row['seconds'] * 1e3:.3g} ms" for share, row in zip(shares, rows, strict=True)]
+    texts = [f"{share:.0f} %   {in_digits(row['seconds'] * 1e3)} ms" for share, row in zip(shares, rows, strict=True)]
     show_bars(axis, [row["system"] for row in rows], shares, texts, [colors[row["bound"]] for row in rows])
     theirs = [
         (place, row["floor_seconds"] / row["torch_seconds"] * 100)
