@@ -59,7 +59,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
         if None not in floors:
             for place, floor in zip(places, floors, strict=True):
                 whole.plot([place - 0.34, place + 0.34], [floor * 1e3] * 2, color=color, linewidth=2.4, label=name)
-            entries.append(("_", color, words))
+            entries.append(("line", color, words))
     whole.set_ylim(0, 1.1 * max(row["step_seconds"] * 1e3 for row in rows))
     panel(whole, "The whole step", x="requests that decode", y="ms for each step")
     legend_above(whole, entries)
