@@ -79,10 +79,9 @@ def main() -> None:
     targets = all_targets(medians)
     for target in targets:
         console.print(target.describe(), highlight=False, markup=False)
-    processor = processor_info()["processor"]
     content = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "processor": processor,
+        "processor": processor_info()["processor"],
         "cores": sorted(os.sched_getaffinity(0)),
         "starts": starts,
     }

@@ -142,4 +142,5 @@ def draw_pool(report: dict[str, Any]) -> Figure:
 
 def _tint(color: str) -> str:
     """A light version of a colour."""
-    return to_hex([0.32 * part + 0.68 for part in to_rgb(color)])
+    red, green, blue = (0.32 * part + 0.68 for part in to_rgb(color))
+    return to_hex((red, green, blue))

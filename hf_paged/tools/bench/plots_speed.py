@@ -14,6 +14,7 @@ from .plot_style import (
     TEXT_SIZE,
     color_of,
     describe_setting,
+    in_digits,
     legend_above,
     make_sheet,
     marker_of,
@@ -109,7 +110,7 @@ def draw_concurrency(report: dict[str, Any]) -> Figure:
     for (system, end), height in zip(ends.items(), heights, strict=True):
         factor = "" if system == OURS else f"\n{_compare(lines[system][-1], ends[OURS])}"
         axis.annotate(
-            f"{system}\n{end:,.0f} tok/s{factor}", (1.02, height), xycoords=("axes fraction", "data"), va="center",
+            f"{system}\n{in_digits(end)} tok/s{factor}", (1.02, height), xycoords=("axes fraction", "data"), va="center",
             size=TEXT_SIZE, color=color_of(system), weight="bold" if system == OURS else "normal",
         )  # fmt: skip
     levels = [row["concurrency"] for row in lines[OURS]]
