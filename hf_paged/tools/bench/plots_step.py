@@ -36,7 +36,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
             Of `step`.
     """
     rows = [row for row in report["rows"] if row["system"] == "greedy"]
-    about = f"Greedy, with texts; {runs_in_words(report['runs']).partition(',')[0]}. Less is better"
+    about = f"Greedy, with texts; {runs_in_words(report['runs']).partition(' (')[0]}. Less is better"
     figure, (whole, beside) = make_sheet(
         "A decoding step by number of requests", about, describe_setting(report), 4.0, columns=2
     )
