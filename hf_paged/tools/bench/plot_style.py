@@ -101,7 +101,7 @@ def make_sheet(
             Rows of panels.
         columns (`int`, defaults to 1):
             Columns of panels.
-        **grid (`Any`):
+        grid (`Any`):
             `width_ratios` or `height_ratios`.
 
     Returns:
@@ -359,7 +359,7 @@ def _software(report: dict[str, Any]) -> Iterable[str]:
 def _circumstances(report: dict[str, Any]) -> Iterable[str]:
     yield report.get("date", "")
     loads, machine = report.get("load_average"), report.get("machine")
-    if loads and machine and max(loads) > machine["num_threads"] + 1:
+    if loads and machine and max(loads) > machine.get("num_threads", machine["num_cores"]) + 1:
         yield f"load average {max(loads):.1f}: other processes ran beside it"
 
 

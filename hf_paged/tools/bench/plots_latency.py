@@ -103,6 +103,7 @@ def show_distributions(
     smallest = min((float(seconds[0]) * scale for seconds in found.values()), default=0.0)
     if smallest > 0 and limit / smallest > 30:
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
         axis.set_xlim(smallest / 1.3, limit * 1.3)
     else:
         axis.set_xlim(0, limit * 1.05 or 1.0)

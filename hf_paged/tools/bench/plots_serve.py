@@ -131,7 +131,8 @@ def _draw_summary(report: dict[str, Any]) -> Figure:
 
 
 def _title(report: dict[str, Any]) -> str:
-    return f"A server under load: {report['output_throughput']:,.0f} output tokens/s, {report['completed']:,} answers"
+    speed = in_digits(report["output_throughput"])
+    return f"A server under load: {speed} output tokens/s, {report['completed']:,} answers"
 
 
 def _about(report: dict[str, Any]) -> str:
@@ -143,6 +144,8 @@ def _about(report: dict[str, Any]) -> str:
 
 def _foot(report: dict[str, Any]) -> str:
     where = f"{short_name(report['model_id'])} at {report['base_url']}{report['endpoint']}"
-    rest = describe_setting({name: report[name] for name in ("machine",) if name in report})
-    client = f"client: {rest}" if rest else ""
-    return "; ".join(filter(None, (where, client, report["date"])))
+    client = describe_setting({name: report[name] for name in ("machine", "load_average") if name in report})
+    day = report["date"].partition("-")[0]
+    if len(day) == 8:
+        day = f"{day[:4]}-{day[4:6]}-{day[6:]}"
+    return "; ".join(filter(None, (where, f"client: {client}" if client else "", day)))
