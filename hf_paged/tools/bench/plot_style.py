@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 
-from ..packaged_model import MODEL_NAME
 from .systems import METHOD_TITLES, OURS
 
 # Inches. At the 800 pixels that a README shows, a point is 1.2 pixels.
@@ -64,16 +62,6 @@ def marker_of(system: str) -> str:
             Its name in a report.
     """
     return _SYSTEM_MARKERS.get(system, "D")
-
-
-def short_title(system: str) -> str:
-    """Returns a system's name for a legend that has little room.
-
-    Args:
-        system (`str`):
-            Its name in a report.
-    """
-    return system.removeprefix("Transformers, ")
 
 
 def make_sheet(
@@ -322,53 +310,3 @@ def in_digits(value: float) -> str:
             The number.
     """
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def describe_setting(report: dict[str, Any]) -> str:
-    """Returns a picture's foot: the machine, what memory gives, the model, versions, the day, and others at work.
-
-    Args:
-        report (`dict[str, Any]`):
-            From `Report.to_dict`; what it lacks is left out.
-    """
-    return "; ".join(filter(None, (*_machine(report), *_software(report), *_circumstances(report))))
-
-
-def _machine(report: dict[str, Any]) -> Iterable[str]:
-    machine = report.get("machine") or {}
-    if machine:
-        cores = machine["num_cores"]
-        threads = machine.get("num_threads", cores)
-        used = "" if threads == cores else f" ({threads} used)"
-        yield f"{machine['processor']}, {cores} core{'s' if cores != 1 else ''}{used}"
-        yield machine.get("accelerator") or f"{' '.join(machine['instruction_sets'])}"
-    if report.get("isa"):
-        yield f"operators: {report['isa']}"
-    bandwidths = [row["read_bandwidth"] for row in report.get("rows", ()) if row.get("read_bandwidth")]
-    if bandwidths:
-        yield f"memory reads {sorted(bandwidths)[len(bandwidths) // 2] / 1e9:.1f} GB/s"
-
-
-def _software(report: dict[str, Any]) -> Iterable[str]:
-    if report.get("model"):
-        yield f"{short_name(report['model'])} in {report.get('dtype', 'its dtype')}"
-    versions = report.get("versions") or {}
-    yield ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _circumstances(report: dict[str, Any]) -> Iterable[str]:
-    yield report.get("date", "")
-    loads, machine = report.get("load_average"), report.get("machine")
-    if loads and machine and max(loads) > machine.get("num_threads", machine["num_cores"]) + 1:
-        yield f"load average {max(loads):.1f}: other processes ran beside it"
-
-
-def short_name(model: str) -> str:
-    """Returns a model's name without the folders it lies in.
-
-    Args:
-        model (`str`):
-            A path or hub id.
-    """
-    name = PurePath(model).name if PurePath(model).is_absolute() else model
-    return MODEL_NAME if name.startswith(MODEL_NAME) else name

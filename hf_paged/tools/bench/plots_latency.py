@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from .plot_foot import describe_setting
 from .plot_style import (
     INK,
     QUIET,
     TEXT_SIZE,
     color_of,
-    describe_setting,
     in_digits,
     legend_above,
     make_sheet,
     panel,
-    short_title,
 )
+from .systems import short_title
 
 _ENOUGH = 50  # values for a 99th percentile
 

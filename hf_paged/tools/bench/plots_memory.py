@@ -8,6 +8,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .plot_foot import describe_setting
 from .plot_style import (
     BLUE,
     GRAY,
@@ -18,7 +19,6 @@ from .plot_style import (
     SKY,
     TEXT_SIZE,
     color_of,
-    describe_setting,
     legend_above,
     make_sheet,
     panel,

@@ -6,7 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from .plot_style import BLUE, GRAY, SKY, in_digits, make_sheet, panel, short_name, show_bars
+from .plot_foot import short_name
+from .plot_style import BLUE, GRAY, SKY, in_digits, make_sheet, panel, show_bars
 from .systems import OURS
 
 ENGINE_PANELS = (

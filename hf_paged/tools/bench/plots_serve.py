@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from .plot_foot import describe_setting, short_name
 from .plot_style import (
     BLUE,
     INK,
     ORANGE,
     TEXT_SIZE,
-    describe_setting,
     in_digits,
     legend_above,
     make_sheet,
     panel,
-    short_name,
 )
 from .plots_latency import show_distributions
 

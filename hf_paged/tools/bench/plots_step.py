@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from .plot_foot import describe_setting
 from .plot_style import (
     BLUE,
     GRAY,
@@ -16,7 +17,6 @@ from .plot_style import (
     SKY,
     TEXT_SIZE,
     VERMILLION,
-    describe_setting,
     in_digits,
     legend_above,
     make_sheet,
