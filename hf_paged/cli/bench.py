@@ -76,7 +76,7 @@ def _make_command(name: str) -> Callable[..., None]:
             write_json(json, report.to_dict())
         if plot is not None:
             plot_report(report.to_dict(), plot, picture)
-            options.log(f"written: {plot}")
+            log.print(f"written: {plot}", highlight=False, markup=False)
 
     return command
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 
-from ..packaged_model import MODEL_NAME
 from .systems import METHOD_TITLES, OURS
 
 # Inches. At the 800 pixels that a README shows, a point is 1.2 pixels.
@@ -66,16 +64,6 @@ def marker_of(system: str) -> str:
     return _SYSTEM_MARKERS.get(system, "D")
 
 
-def short_title(system: str) -> str:
-    """Returns a system's name for a legend that has little room.
-
-    Args:
-        system (`str`):
-            Its name in a report.
-    """
-    return system.removeprefix("Transformers, ")
-
-
 def make_sheet(
     title: str,
     subtitle: str,
@@ -101,7 +89,7 @@ def make_sheet(
             Rows of panels.
         columns (`int`, defaults to 1):
             Columns of panels.
-        **grid (`Any`):
+        grid (`Any`):
             `width_ratios` or `height_ratios`.
 
     Returns:
@@ -120,8 +108,8 @@ def make_sheet(
     for line, size, color, weight in head:
         figure.text(MARGIN / WIDTH, 1 - top / total, line, size=size, color=color, weight=weight, va="top")
         top += size * LINE_HEIGHT
-    for number, line in enumerate(reversed(foot_lines)):
-        bottom = MARGIN + number * FOOT_SIZE * LINE_HEIGHT
+    for number, line in enumerate(foot_lines, 1):
+        bottom = MARGIN + (len(foot_lines) - number) * FOOT_SIZE * LINE_HEIGHT
         figure.text(MARGIN / WIDTH, bottom / total, line, size=FOOT_SIZE, color=QUIET, va="baseline")
     axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat)
     for axis in axes:
@@ -225,7 +213,9 @@ def legend_above(axis: Any, entries: Sequence[tuple[str, str, str]], columns: in
         elif kind in ("line", "dash"):
             handles.append(Line2D([], [], color=color, linewidth=2, linestyle="--" if kind == "dash" else "-"))
         else:
-            handles.append(Line2D([], [], color=color, marker=kind, linestyle="none", markersize=7, markeredgewidth=2))
+            handles.append(
+                Line2D([], [], color=color, marker=kind, linestyle="none", markersize=7, markerfacecolor="white")
+            )
     axis.legend(
         handles,
         [escape(text) for _, _, text in entries],
@@ -284,9 +274,9 @@ def show_bars(
     axis.set_yticks(places, [escape(name) for name in names], size=TEXT_SIZE)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
-    width = WIDTH / axis.get_gridspec().ncols - max(text_width(name, TEXT_SIZE) for name in names) - 0.5
+    width = WIDTH / axis.get_gridspec().ncols - max((text_width(name, TEXT_SIZE) for name in names), default=0.0) - 0.5
     rooms = [max(1 - (text_width(text, TEXT_SIZE) + 0.2) / width, 0.1) for text in texts]
-    axis.set_xlim(0, max(end / room for end, room in zip(furthest, rooms, strict=True)) or 1.0)
+    axis.set_xlim(0, max((end / room for end, room in zip(furthest, rooms, strict=True)), default=0.0) or 1.0)
 
 
 def spread(values: Sequence[float], least: float) -> list[float]:
@@ -312,51 +302,11 @@ def spread(values: Sequence[float], least: float) -> list[float]:
     return found
 
 
-def describe_setting(report: dict[str, Any]) -> str:
-    """Returns a picture's foot: the machine, what memory gives, the model, versions, the day, and others at work.
+def in_digits(value: float) -> str:
+    """Returns a number with three digits, or all of those before the point.
 
     Args:
-        report (`dict[str, Any]`):
-            From `Report.to_dict`; what it lacks is left out.
+        value (`float`):
+            The number.
     """
-    return "; ".join(filter(None, (*_machine(report), *_software(report), *_circumstances(report))))
-
-
-def _machine(report: dict[str, Any]) -> Iterable[str]:
-    machine = report.get("machine") or {}
-    if machine:
-        cores = machine["num_cores"]
-        threads = machine.get("num_threads", cores)
-        used = "" if threads == cores else f" ({threads} used)"
-        yield f"{machine['processor']}, {cores} core{'s' if cores != 1 else ''}{used}"
-        yield machine.get("accelerator") or f"{' '.join(machine['instruction_sets'])}"
-    if report.get("isa"):
-        yield f"operators: {report['isa']}"
-    bandwidths = [row["read_bandwidth"] for row in report.get("rows", ()) if row.get("read_bandwidth")]
-    if bandwidths:
-        yield f"memory reads {sorted(bandwidths)[len(bandwidths) // 2] / 1e9:.1f} GB/s"
-
-
-def _software(report: dict[str, Any]) -> Iterable[str]:
-    if report.get("model"):
-        yield f"{short_name(report['model'])} in {report.get('dtype', 'its dtype')}"
-    versions = report.get("versions") or {}
-    yield ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _circumstances(report: dict[str, Any]) -> Iterable[str]:
-    yield report.get("date", "")
-    loads, machine = report.get("load_average"), report.get("machine")
-    if loads and machine and max(loads) > machine["num_threads"] + 1:
-        yield f"load average {max(loads):.1f}: other processes ran beside it"
-
-
-def short_name(model: str) -> str:
-    """Returns a model's name without the folders it lies in.
-
-    Args:
-        model (`str`):
-            A path or hub id.
-    """
-    name = PurePath(model).name if PurePath(model).is_absolute() else model
-    return MODEL_NAME if name.startswith(MODEL_NAME) else name
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

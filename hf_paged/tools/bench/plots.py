@@ -188,6 +188,26 @@ def plot_report(report: dict[str, Any], path: Path, picture: str | None = None) 
     figure.savefig(path)
 
 
+def plot_where_possible(report: dict[str, Any], path: Path) -> str:
+    """Draws a report whose figures are written already, if there is matplotlib.
+
+    Args:
+        report (`dict[str, Any]`):
+            The report.
+        path (`Path`):
+            The picture.
+
+    Returns:
+        `str`: The picture's file, or why there is none.
+    """
+    try:
+        check_target(path)
+    except MissingDependencyError as error:
+        return f"no picture: {error}"
+    plot_report(report, path)
+    return str(path)
+
+
 def plot_file(file: Path, path: Path | None = None, picture: str | None = None) -> Path:
     """Draws a report that was written earlier.
 

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .plot_style import INK, QUIET, TEXT_SIZE, color_of, describe_setting, legend_above, make_sheet, panel, short_title
+from .plot_foot import describe_setting
+from .plot_style import (
+    INK,
+    QUIET,
+    TEXT_SIZE,
+    color_of,
+    in_digits,
+    legend_above,
+    make_sheet,
+    panel,
+)
+from .systems import short_title
 
 _ENOUGH = 50  # values for a 99th percentile
 
@@ -85,13 +96,14 @@ def show_distributions(
         axis.plot(marks, [0.5, last / 100], "o", color=color, markersize=6, clip_on=False)
         limit = max(limit, min(float(shown[-1]), 1.25 * marks[-1]))
         word = "p99" if last == 99 else "max"
-        entries.append(("line", color, f"{name}: p50 {_number(marks[0])}, {word} {_number(marks[1])} {unit}"))
+        entries.append(("line", color, f"{name}: p50 {in_digits(marks[0])}, {word} {in_digits(marks[1])} {unit}"))
     if floor is not None:
         axis.axvline(floor * scale, color=INK, linewidth=1.2, linestyle="--")
-        entries.append(("dash", INK, f"memory allows {_number(floor * scale)} {unit}"))
+        entries.append(("dash", INK, f"memory allows {in_digits(floor * scale)} {unit}"))
     smallest = min((float(seconds[0]) * scale for seconds in found.values()), default=0.0)
     if smallest > 0 and limit / smallest > 30:
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
         axis.set_xlim(smallest / 1.3, limit * 1.3)
     else:
         axis.set_xlim(0, limit * 1.05 or 1.0)
@@ -101,7 +113,3 @@ def show_distributions(
     if not found:
         axis.annotate("none", (0.5, 0.5), xycoords="axes fraction", ha="center", size=TEXT_SIZE, color=QUIET)
     legend_above(axis, entries, lines=lines)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from .plot_foot import describe_setting
 from .plot_style import (
     BLUE,
     GRAY,
@@ -18,7 +19,6 @@ from .plot_style import (
     SKY,
     TEXT_SIZE,
     color_of,
-    describe_setting,
     legend_above,
     make_sheet,
     panel,
@@ -140,7 +140,7 @@ def draw_pool(report: dict[str, Any]) -> Figure:
     return figure
 
 
-def _tint(color: str) -> tuple[float, float, float]:
+def _tint(color: str) -> str:
     """A light version of a colour."""
     red, green, blue = (0.32 * part + 0.68 for part in to_rgb(color))
-    return red, green, blue
+    return to_hex((red, green, blue))

@@ -6,7 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from .plot_style import BLUE, GRAY, SKY, make_sheet, panel, short_name, show_bars
+from .plot_foot import short_name
+from .plot_style import BLUE, GRAY, SKY, in_digits, make_sheet, panel, show_bars
 from .systems import OURS
 
 ENGINE_PANELS = (
@@ -16,9 +17,9 @@ ENGINE_PANELS = (
     ("w4_seconds", "Four prompts of 4,000 tokens", "s to all first tokens (less is better)"),
 )
 SERVER_PANELS = (
-    ("output_throughput", "output tokens/s (more is better)"),
-    ("p99_ttft_ms", "p99 ms to the first token (less is better)"),
-    ("p99_itl_ms", "p99 ms between tokens (less is better)"),
+    ("output_throughput", "tokens/s (more is better)"),
+    ("p99_ttft_ms", "p99 first token, ms (less)"),
+    ("p99_itl_ms", "p99 between tokens, ms (less)"),
 )
 
 
@@ -86,7 +87,7 @@ def _show_peers(axis: Any, values: dict[str, float], runs: dict[str, list[float]
         axis,
         [titles[peer] for peer in values],
         list(values.values()),
-        [f"{value:,.4g}" for value in values.values()],
+        [in_digits(value) for value in values.values()],
         [BLUE if peer == OURS else SKY if peer.startswith(OURS) else GRAY for peer in values],
         [runs[peer] for peer in values],
     )

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .plot_style import BLUE, INK, ORANGE, TEXT_SIZE, describe_setting, legend_above, make_sheet, panel, short_name
+from .plot_foot import describe_setting, short_name
+from .plot_style import (
+    BLUE,
+    INK,
+    ORANGE,
+    TEXT_SIZE,
+    in_digits,
+    legend_above,
+    make_sheet,
+    panel,
+)
 from .plots_latency import show_distributions
 
 _METRICS = {
@@ -102,7 +112,7 @@ def _draw_summary(report: dict[str, Any]) -> Figure:
             if key.startswith("p") and key.endswith(f"_{name}_ms")
         }
         axis.plot(list(points.values()), [place] * len(points), "-o", color=BLUE, linewidth=2, markersize=7)
-        texts = ", ".join(f"{words} {value:,.4g}" for words, value in points.items())
+        texts = ", ".join(f"{words} {in_digits(value)}" for words, value in points.items())
         axis.annotate(
             f"{texts} ms",
             (max(points.values()), place),
@@ -120,7 +130,8 @@ def _draw_summary(report: dict[str, Any]) -> Figure:
 
 
 def _title(report: dict[str, Any]) -> str:
-    return f"A server under load: {report['output_throughput']:,.0f} output tokens/s, {report['completed']:,} answers"
+    speed = in_digits(report["output_throughput"])
+    return f"A server under load: {speed} output tokens/s, {report['completed']:,} answers"
 
 
 def _about(report: dict[str, Any]) -> str:
@@ -132,6 +143,8 @@ def _about(report: dict[str, Any]) -> str:
 
 def _foot(report: dict[str, Any]) -> str:
     where = f"{short_name(report['model_id'])} at {report['base_url']}{report['endpoint']}"
-    rest = describe_setting({name: report[name] for name in ("machine",) if name in report})
-    client = f"client: {rest}" if rest else ""
-    return "; ".join(filter(None, (where, client, report["date"])))
+    client = describe_setting({name: report[name] for name in ("machine", "load_average") if name in report})
+    day = report["date"].partition("-")[0]
+    if len(day) == 8:
+        day = f"{day[:4]}-{day[4:6]}-{day[6:]}"
+    return "; ".join(filter(None, (where, f"client: {client}" if client else "", day)))

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from .plot_foot import describe_setting
 from .plot_style import (
     BLUE,
     INK,
@@ -13,7 +14,7 @@ from .plot_style import (
     SKY,
     TEXT_SIZE,
     color_of,
-    describe_setting,
+    in_digits,
     legend_above,
     make_sheet,
     marker_of,
@@ -30,7 +31,7 @@ _TITLES = {
     "latency": "Speed of one user alone",
     "memory": "Throughput: many requests of mixed lengths, started together",
 }
-_EXTRAPOLATED = "* stopped early and extrapolated from its latest steps"
+_EXTRAPOLATED = "* a part was run, the rest is extrapolated"
 _LEAST_SHARE = 0.05  # of which less was measured is compared with nobody
 
 
@@ -80,7 +81,7 @@ def draw_concurrency(report: dict[str, Any]) -> Figure:
     about = f"{report['workload']}, or so many of them, started together; {runs_in_words(report['runs'])}"
     foot = describe_setting(report)
     if any(row["extrapolated"] for row in report["rows"]):
-        foot = f"Hollow: stopped early and extrapolated from its latest steps. {foot}"
+        foot = f"Hollow: a part was run, the rest is extrapolated. {foot}"
     title = "Throughput over the number of requests at a time"
     figure, (axis,) = make_sheet(title, about, foot, 4.2)
     lines = {
@@ -108,10 +109,16 @@ def draw_concurrency(report: dict[str, Any]) -> Figure:
     heights = spread(list(ends.values()), highest * 0.17)
     for (system, end), height in zip(ends.items(), heights, strict=True):
         factor = "" if system == OURS else f"\n{_compare(lines[system][-1], ends[OURS])}"
+        label = f"{system}\n{in_digits(end)} tok/s{factor}"
         axis.annotate(
-            f"{system}\n{end:,.0f} tok/s{factor}", (1.02, height), xycoords=("axes fraction", "data"), va="center",
-            size=TEXT_SIZE, color=color_of(system), weight="bold" if system == OURS else "normal",
-        )  # fmt: skip
+            label,
+            (1.02, height),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            size=TEXT_SIZE,
+            color=color_of(system),
+            weight="bold" if system == OURS else "normal",
+        )
     levels = [row["concurrency"] for row in lines[OURS]]
     axis.set_xscale("log", base=2)
     axis.set_xticks(levels, [f"{level}" for level in levels])
@@ -153,4 +160,4 @@ def runs_in_words(runs: int) -> str:
         runs (`int`):
             How often.
     """
-    return "one run" if runs == 1 else f"medians of {runs} runs, which are the dots"
+    return "one run" if runs == 1 else f"medians of {runs} runs (dots)"

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from .plot_foot import describe_setting
 from .plot_style import (
     BLUE,
     GRAY,
@@ -16,7 +17,7 @@ from .plot_style import (
     SKY,
     TEXT_SIZE,
     VERMILLION,
-    describe_setting,
+    in_digits,
     legend_above,
     make_sheet,
     panel,
@@ -35,7 +36,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
             Of `step`.
     """
     rows = [row for row in report["rows"] if row["system"] == "greedy"]
-    about = f"Greedy, with texts; {runs_in_words(report['runs']).partition(',')[0]}. Less is better"
+    about = f"Greedy, with texts; {runs_in_words(report['runs']).partition(' (')[0]}. Less is better"
     figure, (whole, beside) = make_sheet(
         "A decoding step by number of requests", about, describe_setting(report), 4.0, columns=2
     )
@@ -46,7 +47,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
     whole.bar(places, overhead, bottom=model, width=0.68, color=ORANGE, label="all else")
     for place, row in zip(places, rows, strict=True):
         whole.annotate(
-            f"{row['step_seconds'] * 1e3:.3g}", (place, row["step_seconds"] * 1e3), (0, 3),
+            in_digits(row["step_seconds"] * 1e3), (place, row["step_seconds"] * 1e3), (0, 3),
             textcoords="offset points", ha="center", size=TEXT_SIZE, color=INK,
         )  # fmt: skip
     entries = [("area", SKY, "the model"), ("area", ORANGE, "all else")]
@@ -58,7 +59,7 @@ def draw_step(report: dict[str, Any]) -> Figure:
         if None not in floors:
             for place, floor in zip(places, floors, strict=True):
                 whole.plot([place - 0.34, place + 0.34], [floor * 1e3] * 2, color=color, linewidth=2.4, label=name)
-            entries.append(("_", color, words))
+            entries.append(("line", color, words))
     whole.set_ylim(0, 1.1 * max(row["step_seconds"] * 1e3 for row in rows))
     panel(whole, "The whole step", x="requests that decode", y="ms for each step")
     legend_above(whole, entries)
@@ -104,7 +105,7 @@ def draw_kernels(report: dict[str, Any]) -> Figure:
         "Native operators beside what the machine allows", about, describe_setting(report), 1.2 + 0.27 * len(rows)
     )
     shares = [row["floor_share"] * 100 for row in rows]
-    texts = [f"{share:.0f} %   {row['seconds'] * 1e3:.3g} ms" for share, row in zip(shares, rows, strict=True)]
+    texts = [f"{share:.0f} %   {in_digits(row['seconds'] * 1e3)} ms" for share, row in zip(shares, rows, strict=True)]
     show_bars(axis, [row["system"] for row in rows], shares, texts, [colors[row["bound"]] for row in rows])
     theirs = [
         (place, row["floor_seconds"] / row["torch_seconds"] * 100)

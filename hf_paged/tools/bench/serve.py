@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import ConfigurationError, HfPagedError
-from .machine import processor_info
+from .machine import load_average, processor_info
 from .plots import check_target, plot_report
 from .report import log_console, write_json
 from .serve_arrivals import arrival_times
@@ -186,6 +186,7 @@ def _about(settings: ServeBenchSettings, model: str) -> dict[str, Any]:
         "dataset_name": settings.dataset_name,
         "seed": settings.seed,
         "machine": processor_info(),  # the client's
+        "load_average": [load_average()],
     }
 
 

@@ -8,3 +8,13 @@ METHOD_TITLES = {
     "static_batch": "Transformers, static padded batch",
     "generate_batch": "Transformers, generate_batch",
 }
+
+
+def short_title(system: str) -> str:
+    """Returns a system's name for a legend that has little room.
+
+    Args:
+        system (`str`):
+            Its name in a report.
+    """
+    return system.removeprefix("Transformers, ")
