@@ -14,6 +14,7 @@ const EXAMPLE_SCHEMA = {
   type: "object",
   properties: { name: { type: "string" }, age: { type: "integer" } },
   required: ["name", "age"],
+  additionalProperties: false,
 };
 const MOST_TRIES = 5; // of a request that the server has no room for
 
