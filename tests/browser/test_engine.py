@@ -38,7 +38,7 @@ def test_the_picture_of_the_pool_moves_under_load_and_comes_to_rest(screen, serv
     blocks = server.service.engine.engine.live.block_manager
     before = picture(screen)
     assert totals(screen)[2:] == [0, 0] and sum(totals(screen)) == 600
-    with crowd(server, 9):
+    with crowd(server, 9, max_tokens=400):
         screen.expect("#figure-running").to_have_text("6")
         screen.expect("#figure-waiting").to_have_text("3")
         wait_until(lambda: totals(screen)[2] > 0 and totals(screen)[3] > 0)
@@ -51,7 +51,7 @@ def test_the_picture_of_the_pool_moves_under_load_and_comes_to_rest(screen, serv
         texts = rows.all_inner_texts()
         assert sum("waiting" in text for text in texts) == 3
         assert all(re.search(r"crowd-\d", text) for text in texts)
-        assert re.search(r"prompt \d+/\d+ · answer \d+/2000", texts[0])
+        assert re.search(r"prompt \d+/\d+ · answer \d+/400", texts[0])
         screen.send("Hello")
         screen.expect("#requests").to_contain_text("this page’s")
         screen.shoot("under-load")
@@ -79,11 +79,11 @@ def test_pointing_at_a_block_names_its_request_and_how_full_it_is(screen, server
         [(one, (blocks,)), (other, _)] = server.service.engine.engine.live.block_manager.tables()
         shared = said_of(blocks[0])
         names = {one.request_id, other.request_id}
-        assert shared.startswith(f"Block {blocks[0]}: Shared by 2 requests (")
+        assert shared.startswith(f"Block {blocks[0]}: shared by 2 requests (")
         assert names == set(re.findall(r"chatcmpl-seen-\d-\w{8}", shared))
         assert screen.find("#requests li.chosen").count() == 2
         full = said_of(blocks[20])
-        assert full == f"Block {blocks[20]}: Held by {one.request_id}, its tokens from 320 on, 16 of 16 slots filled."
+        assert full == f"Block {blocks[20]}: held by {one.request_id}, its tokens from 320 on, 16 of 16 slots filled."
         assert screen.find("#requests li.chosen").inner_text().startswith(one.request_id)
         screen.shoot("block")
 

@@ -95,14 +95,16 @@ async function errorOf(response) {
   return new ServerError(message, response.status, told.code, after > 0 ? after : null);
 }
 
-/** Yields the data of each server-sent event. */
+/** Yields the data of each server-sent event. A connection that breaks is `Unreachable`. */
 async function* eventsOf(response) {
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new Unreachable();
+      });
       if (done) return;
       text += decoder.decode(value, { stream: true });
       const parts = text.split("\n\n");
