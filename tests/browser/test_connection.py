@@ -25,9 +25,10 @@ def test_a_wrong_key_is_refused_and_the_right_one_typed_once_is_enough(open_page
     screen = open_page(guarded)
     requests = []
     screen.page.on("request", lambda request: requests.append(request))
-    screen.expect("#key-problem").to_contain_text("This server needs a key")
+    screen.expect("#key-title").to_have_text("This server needs a key")
+    screen.expect("#key-problem").to_be_hidden()
     type_key(screen, "sk-wrong")
-    screen.expect("#key-problem").to_contain_text("That key was refused")
+    screen.expect("#key-problem").to_contain_text("refused this key")
     screen.shoot("wrong-key")
     type_key(screen, "sk-right")
     screen.connected()

@@ -66,7 +66,9 @@ def test_the_picture_of_the_pool_moves_under_load_and_comes_to_rest(screen, serv
 def test_pointing_at_a_block_names_its_request_and_how_full_it_is(screen, server):
     with crowd(server, 2, "seen"):
         screen.expect("#figure-running").to_have_text("2")
-        wait_until(lambda: totals(screen)[3] > 0)
+        manager = server.service.engine.engine.live.block_manager
+        wait_until(lambda: all(len(blocks) > 21 for _, (blocks,) in manager.tables()))
+        wait_until(lambda: totals(screen)[2] > 20)
         canvas, info = screen.find("canvas.pool"), screen.find("#block-info")
         box, columns = canvas.bounding_box(), int(canvas.get_attribute("data-columns"))
 
@@ -76,7 +78,7 @@ def test_pointing_at_a_block_names_its_request_and_how_full_it_is(screen, server
             screen.page.mouse.move(box["x"] + x, box["y"] + y)
             return info.inner_text()
 
-        [(one, (blocks,)), (other, _)] = server.service.engine.engine.live.block_manager.tables()
+        [(one, (blocks,)), (other, _)] = manager.tables()
         shared = said_of(blocks[0])
         names = {one.request_id, other.request_id}
         assert shared.startswith(f"Block {blocks[0]}: shared by 2 requests (")
