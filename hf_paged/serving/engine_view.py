@@ -131,20 +131,26 @@ def held_and_waiting(scheduler: Scheduler, manager: BlockManager) -> dict[str, A
     requests: dict[str, tuple] = {}
     tables: dict[str, Sequence[Sequence[int]]] = {}
     for request, block_ids in manager.tables():
-        requests[request.request_id] = _numbers(request, RequestStatus.RUNNING)
-        tables[request.request_id] = [ids.copy() for ids in block_ids]
+        requests[request.request_id] = _numbers(request, "running")
+        tables[request.request_id] = list(map(list, block_ids))
     everybody = list(scheduler.requests.values())
     waiting = (r for r in everybody if r.status is not RequestStatus.RUNNING and r.request_id not in requests)
     for request in itertools.islice(waiting, MAX_WAITING):
-        requests[request.request_id] = _numbers(request, request.status)
+        requests[request.request_id] = _numbers(request, request.status.value)
     return {"marks": [bytes(index.marks) for index in manager.indexes], "requests": requests, "tables": tables}
 
 
-def _numbers(request: Request, status: RequestStatus) -> tuple:
-    metrics = request.metrics
+def _numbers(request: Request, status: str) -> tuple:
+    metrics, num_prompt_tokens = request.metrics, request.num_prompt_tokens
     return (
-        *(status.value, request.num_prompt_tokens, request.num_computed_tokens, request.num_output_tokens),
-        *(request.max_tokens, metrics.num_cached_tokens, metrics.num_preemptions, round(metrics.arrival_time, 2)),
+        status,
+        num_prompt_tokens,
+        request.num_computed_tokens,
+        len(request.token_ids) - num_prompt_tokens,
+        request.max_tokens,
+        metrics.num_cached_tokens,
+        metrics.num_preemptions,
+        metrics.arrival_time,
     )
 
 

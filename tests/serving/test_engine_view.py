@@ -121,3 +121,17 @@ def test_another_pool_is_told_from_the_beginning():
         old = new
         check(watched, bench)
     assert len(watched.owners(0)) == 16
+
+
+def test_a_block_that_was_shared_and_copied_is_told():
+    bench = Bench(num_blocks=16, block_size=4)
+    bench.add([1, 2, 3, 4, 5], n=2, max_tokens=6)
+    watched, old, tables = Watched(), None, []
+    while bench.scheduler.has_unfinished:
+        bench.run_step()
+        new = look(bench)
+        told(watched, old, new)
+        old = new
+        check(watched, bench)
+        tables.append(watched.tables.copy())
+    assert tables[0]["g1-0"] == tables[0]["g1-1"] and tables[1]["g1-0"] != tables[1]["g1-1"]

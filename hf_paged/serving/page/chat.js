@@ -7,13 +7,14 @@ const PARAMETERS = [
   ["top_k", "Top k", -1, 1e9, true],
   ["min_p", "Min p", 0, 1, false],
   ["repetition_penalty", "Repetition penalty", 0, 100, false],
-  ["max_tokens", "Most tokens", 1, 1e9, true],
+  ["max_tokens", "Max tokens", 1, 1e9, true],
   ["seed", "Seed", -9007199254740991, 9007199254740991, true],
 ];
 const EXAMPLE_SCHEMA = {
   type: "object",
   properties: { name: { type: "string" }, age: { type: "integer" } },
   required: ["name", "age"],
+  additionalProperties: false,
 };
 const MOST_TRIES = 5; // of a request that the server has no room for
 
@@ -180,7 +181,7 @@ const chat = {
     delete answer.started;
     let first = 0;
     let ended = false;
-    for await (const data of this.events(response)) {
+    for await (const data of eventsOf(response)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(chunk.error.message, 0, chunk.error.code);
@@ -211,15 +212,6 @@ const chat = {
       conversation.update(answer);
     }
     if (!ended) throw new Unreachable();
-  },
-
-  async *events(response) {
-    try {
-      yield* eventsOf(response);
-    } catch (error) {
-      if (this.running.signal.aborted) throw error;
-      throw new Unreachable();
-    }
   },
 
   showBusy() {

@@ -56,7 +56,6 @@ const engine = {
 
   /** All starts anew: another server, or another pool. */
   begin(about) {
-    const changed = this.about !== null && this.about.model !== about.model;
     this.about = about;
     this.requests.clear();
     this.tables.clear();
@@ -73,7 +72,6 @@ const engine = {
       return { blocks, picture };
     });
     say($("engine-about"), `${about.device}, ${about.backend} attention, ${about.block_size} tokens a block`);
-    if (changed) server.modelChanged();
   },
 
   holders(group) {
@@ -104,12 +102,12 @@ const engine = {
 
   /** Tokens of all answers a second, over the last two seconds or so. */
   tokensPerSecond() {
-    const { now, generated } = this.figures;
+    const { now, generated, running, waiting } = this.figures;
     const past = (this.speed ??= [[now, generated]]);
     if (past.at(-1)[0] !== now) past.push([now, generated]);
     while (past.length > 2 && now - past[1][0] >= 2) past.shift();
     const [then, before] = past[0];
-    return now > then ? Math.max(0, (generated - before) / (now - then)) : 0;
+    return now > then && running + waiting ? Math.max(0, (generated - before) / (now - then)) : 0;
   },
 
   // ---------------------------------------------------------------- requests

@@ -15,10 +15,9 @@ const server = {
       this.stream = new AbortController();
       let wait = 0;
       try {
-        const response = await ask("engine/events", { signal: this.stream.signal });
-        await this.connected();
+        this.connected(await this.loadModels());
         failed = 0;
-        await this.take(response);
+        await this.take(await ask("engine/events", { signal: this.stream.signal }));
         this.lost();
       } catch (error) {
         wait = this.failed(error);
@@ -37,6 +36,7 @@ const server = {
         timer = setTimeout(() => this.stream.abort(), SILENCE * 1000);
         const told = JSON.parse(data);
         if (told.error) throw new ServerError(told.error.message);
+        if (this.state === "lost") this.connected(""); // an answer had broken off, and this did not
         this.checkVersion(told.about);
         engine.take(told);
       }
@@ -48,23 +48,21 @@ const server = {
   /** What to do about an error: the seconds to wait, 0 for as usual, null to end. */
   failed(error) {
     if (document.hidden) return 0.1; // the stream was let go
-    if (!(error instanceof ServerError)) {
-      this.lost();
-      return 0;
-    }
     if (error.status === 401) {
       this.tell("locked", "A key is needed");
       this.problem("Type the key in to see the engine.");
       return null;
     }
-    if (error.status === 404) {
-      this.tell("connected", "Connected");
-      this.problem("This server does not show its engine.");
-      return null;
+    if (!(error instanceof ServerError || error instanceof Unreachable || error.name === "AbortError")) {
+      console.error(error); // a mistake of ours
     }
-    this.tell("connected", "Connected");
-    this.problem(error.message);
-    return error.retryAfter ?? 0;
+    if (this.state !== "connected" || !(error instanceof ServerError)) {
+      this.lost();
+      return 0;
+    }
+    const hides = error.status === 404;
+    this.problem(hides ? "This server does not show its engine." : error.message);
+    return hides ? 30 : error.retryAfter ?? 0;
   },
 
   problem(text) {
@@ -76,11 +74,10 @@ const server = {
     if (this.state !== "lost") this.tell("lost", "Connection lost, reconnecting…");
   },
 
-  async connected() {
-    const again = this.state === "lost";
-    this.tell("connected", again ? "Connected again" : "Connected");
+  connected(notice) {
+    const text = this.state === "lost" ? "Connected again" : "Connected";
+    if (this.state !== "connected" || notice) this.tell("connected", notice || text);
     this.problem("");
-    await this.loadModels();
   },
 
   tell(state, text) {
@@ -93,11 +90,12 @@ const server = {
   checkVersion(about) {
     if (!about) return;
     if (this.version && this.version !== about.version) {
-      say($("connection"), `The server is now version ${about.version}: reload the page`);
+      this.tell("connected", `The server is now version ${about.version}: reload the page`);
     }
     this.version = about.version;
   },
 
+  /** Fills the list of models; returns what a person has to know about it. */
   async loadModels() {
     const list = $("model");
     const before = list.value;
@@ -106,11 +104,8 @@ const server = {
       make("option", { value: id, title: `context of ${length} tokens` }, id)));
     list.disabled = false;
     if (data.some(({ id }) => id === before)) list.value = before;
-    else if (before) say($("connection"), `The server now has ${data[0].id}`);
-  },
-
-  modelChanged() {
-    this.loadModels().catch(() => this.lost());
+    else if (before) return `Connected; the model is now ${data[0].id}`;
+    return "";
   },
 };
 

@@ -83,10 +83,11 @@ class PoolPicture {
   measure() {
     const width = this.canvas.clientWidth;
     const highest = 300;
-    let step = 18;
-    while (step > 2 && Math.ceil(this.blocks.count / Math.floor(width / step)) * step > highest) step -= 1;
-    const columns = Math.max(1, Math.floor(width / step));
-    return { width, step, columns, height: Math.ceil(this.blocks.count / columns) * step };
+    let least = 18;
+    while (least > 2 && Math.ceil(this.blocks.count / Math.floor(width / least)) * least > highest) least -= 1;
+    const columns = Math.max(1, Math.floor(width / least));
+    const step = width / columns; // they fill the width
+    return { width, step, columns, height: Math.ceil(Math.ceil(this.blocks.count / columns) * step) };
   }
 
   draw() {
@@ -98,6 +99,7 @@ class PoolPicture {
       this.canvas.width = wide;
       this.canvas.height = high;
       this.canvas.style.height = `${height}px`;
+      this.canvas.dataset.columns = columns;
     }
     const context = this.canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
@@ -106,10 +108,11 @@ class PoolPicture {
     const colours = KINDS.map(([name]) => style.getPropertyValue(`--${name}`));
     const pale = KINDS.map(([name]) => style.getPropertyValue(`--${name}-pale`));
     const gap = step > 8 ? 2 : step > 3 ? 1 : 0;
-    const side = step - gap;
+    const side = Math.floor(step) - gap;
     const { kinds, filled, count } = this.blocks;
     for (let block = 0; block < count; block += 1) {
-      const [x, y, kind] = [(block % columns) * step, Math.floor(block / columns) * step, kinds[block]];
+      const [x, y] = this.place(block);
+      const kind = kinds[block];
       const level = kind >= HELD && side > 3 ? Math.round(side * filled[block]) : side;
       if (level < side) {
         context.fillStyle = pale[kind];
@@ -123,9 +126,13 @@ class PoolPicture {
     if (this.chosen >= 0 && this.chosen < count) this.outline(context, this.chosen, side, 2);
   }
 
-  outline(context, block, side, line) {
+  place(block) {
     const { step, columns } = this.grid;
-    const [x, y] = [(block % columns) * step, Math.floor(block / columns) * step];
+    return [Math.round((block % columns) * step), Math.round(Math.floor(block / columns) * step)];
+  }
+
+  outline(context, block, side, line) {
+    const [x, y] = this.place(block);
     if (side < 5 && line === 1) return context.fillRect(x, y, side, side);
     context.lineWidth = line;
     context.strokeRect(x - line / 2 + 0.5, y - line / 2 + 0.5, side + line - 1, side + line - 1);

@@ -30,11 +30,11 @@ const key = {
   },
 
   /** Opens the dialog; resolves to whether a key was typed. Whoever asks meanwhile waits for the same one. */
-  ask(problem = "") {
+  ask(title = "The key of this server", problem = "") {
     this.waiting ??= new Promise((resolve) => {
       const dialog = $("key-dialog");
       let typed = false;
-      say($("key-title"), problem ? "This server needs a key" : "The key of this server");
+      say($("key-title"), title);
       say($("key-problem"), problem);
       $("key").value = this.value;
       $("key-keep").checked = keep.read("localStorage", "key") !== null;
@@ -79,7 +79,7 @@ async function ask(path, { body, signal } = {}) {
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
     if (key.value !== used) continue; // another one was typed meanwhile
-    if (!(await key.ask(used ? `That key was refused. ${error.message}` : error.message))) throw error;
+    if (!(await key.ask("This server needs a key", used ? "The server refused this key." : ""))) throw error;
   }
 }
 
@@ -95,14 +95,16 @@ async function errorOf(response) {
   return new ServerError(message, response.status, told.code, after > 0 ? after : null);
 }
 
-/** Yields the data of each server-sent event. */
+/** Yields the data of each server-sent event. A connection that breaks is `Unreachable`. */
 async function* eventsOf(response) {
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let text = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new Unreachable();
+      });
       if (done) return;
       text += decoder.decode(value, { stream: true });
       const parts = text.split("\n\n");
