@@ -83,9 +83,17 @@ def opened_model(
     settings, name = fetched(settings)
     with waiting_for(f"Loading {name}"):
         hide_bars()
+        from ..errors import ConfigurationError, HfPagedError
         from ..tools.terminal.local import LocalModel
 
-        local = LocalModel(settings, name, seed)
+        try:
+            local = LocalModel(settings, name, seed)
+        except HfPagedError:
+            raise
+        except Exception as error:  # whatever a checkpoint has against us; which one it was is not in its words
+            raise ConfigurationError(
+                f"{settings.model!r} cannot be loaded: {error or 'no reason was given'} ({type(error).__name__})."
+            ) from error
     try:
         yield local
     finally:

@@ -93,6 +93,8 @@ class CliProcess:
             Gives it a terminal of so many.
         environment (`Mapping[str, str]`, *optional*):
             Variables of its own.
+        within (`Path`, *optional*):
+            The folder that it runs in.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class CliProcess:
         stdout: Path | None = None,
         columns: int | None = None,
         environment: Mapping[str, str] | None = None,
+        within: Path | None = None,
     ):
         self.folder = folder
         self._screen = b""
@@ -121,7 +124,13 @@ class CliProcess:
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
             terminal = os.ttyname(slave)
             variables |= {"COLUMNS": str(columns), "TERM": variables.get("TERM", "xterm")}
-        job = {"arguments": arguments, "environment": variables, "folder": str(folder), "terminal": terminal, **files}
+        job = {
+            "arguments": arguments,
+            "environment": variables,
+            "folder": str(within or folder),
+            "terminal": terminal,
+            **files,
+        }
         self._files = files
         self.pid = hand_over(job)
         if columns is not None:
@@ -144,6 +153,11 @@ class CliProcess:
     def stderr(self) -> str:
         """What it has written to its standard error."""
         return Path(self._files["stderr"]).read_text(encoding="utf-8")
+
+    @property
+    def raw(self) -> bytes:
+        """What its terminal has got."""
+        return self._screen
 
     @property
     def screen(self) -> str:

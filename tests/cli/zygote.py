@@ -47,6 +47,7 @@ def watch(child: int, job: dict[str, Any]) -> None:
 def serve() -> None:
     """Takes jobs until there are no more."""
     import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers import conversion_mapping
 
     import hf_paged.generation.mixin
     import hf_paged.serving.app
@@ -56,6 +57,7 @@ def serve() -> None:
     import hf_paged.tools.info
     import hf_paged.tools.terminal.generate  # noqa: F401
 
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # compiles hundreds of expressions
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of watchers
     print("ready", flush=True)
     for line in sys.stdin:
