@@ -46,6 +46,7 @@ RESILIENCE = {
 COMBO = {"strategy": "random", "config": {"maxRetries": 0}}
 KNOWN = (
     "known: it notices clients that leave only while it streams; others are computed to the end",
+    "known: refusals carry no Retry-After",
     "known: the usage of streams is its own estimate, unless they ask for continuous_usage_stats",
 )
 
