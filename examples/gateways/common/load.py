@@ -58,6 +58,8 @@ class Client:
     def __init__(self, url: str, model: str, headers: Mapping[str, str] | None = None, timeout: float = TIMEOUT):
         self.model, self._timeout, self._count = model, timeout, 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        # As OpenAI's libraries do. Of a client that says neither `stream` nor this, OmniRoute thinks that it streams.
+        headers = {"Accept": "application/json", **(headers or {})}
         # `trust_env`: a proxy of the environment is not for the loopback.
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.cpu.environments import PeerUnavailableError
 from benchmarks.serving.servers import RunningServer, end_servers_when_terminated
 from hf_paged.errors import HfPagedError
@@ -103,17 +105,17 @@ def main(gateway: Gateway, words: Sequence[str] | None = None) -> int:
     try:
         with _folder(arguments.keep) as folder:
             found = _run(gateway, arguments, folder, log)
+        report = make_report(_title(gateway, arguments), found, _setting(arguments))
+        report.notes += gateway.known
+        report.print(output_console())
+        if arguments.json:
+            write_json(arguments.json, report.to_dict())
     except KeyboardInterrupt:
         log("stopped; all that was started has been ended")
         return 130
-    except (PeerUnavailableError, HfPagedError, OSError, RuntimeError) as error:
-        log(f"{gateway.title}: {error}")
+    except (PeerUnavailableError, HfPagedError, OSError, RuntimeError, httpx.HTTPError) as error:
+        log(f"{gateway.title}: {error or type(error).__name__}")
         return 1
-    report = make_report(_title(gateway, arguments), found, _setting(arguments))
-    report.notes += gateway.known
-    report.print(output_console())
-    if arguments.json:
-        write_json(arguments.json, report.to_dict())
     return 1 if found.problems() else 0
 
 

@@ -42,9 +42,11 @@ RESILIENCE = {
     "providerBreaker": {"apikey": {"failureThreshold": 1000, "resetTimeoutMs": 1000}},
     "waitForCooldown": {"enabled": False, "maxRetries": 0, "maxRetryWaitSec": 0},
 }
-COMBO = {"maxRetries": 0, "concurrencyPerModel": 1000, "queueTimeoutMs": 1000}
+# Its strategy "round-robin" sends at most 20 requests at a time to a server, 3 by default.
+COMBO = {"strategy": "random", "config": {"maxRetries": 0}}
 KNOWN = (
     "known: it notices clients that leave only while it streams; others are computed to the end",
+    "known: refusals carry no Retry-After",
     "known: the usage of streams is its own estimate, unless they ask for continuous_usage_stats",
 )
 
@@ -109,8 +111,8 @@ def configure(url: str, password: str, servers: list[str], recommended: bool) ->
             connection = call("POST", "/api/providers", provider)["connection"]
             call("POST", f"/api/providers/{connection['id']}/sync-models")
         models = [f"hp{number}/{MODEL_NAME}" for number in range(1, len(servers) + 1)]
-        combo = {"name": MODEL_NAME, "strategy": "round-robin", "models": models}
-        call("POST", "/api/combos", combo | ({"config": COMBO} if recommended else {}))
+        settings = COMBO if recommended else {"strategy": "round-robin"}
+        call("POST", "/api/combos", {"name": MODEL_NAME, "models": models, **settings})
         if recommended:
             call("PATCH", "/api/resilience", RESILIENCE)
             call("PUT", "/api/settings/cache-config", {"semanticCacheEnabled": False})
