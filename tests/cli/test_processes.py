@@ -35,8 +35,8 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------ examples
 
-# Benchmarks and the demo take minutes with any model, and a server has to be there for its load; see the last test.
-_NOT_HERE = re.compile(r"hf-paged (bench (?!latency)|demo --json|serve )")
+# A server has to be there for its load; see the test below.
+_NOT_HERE = re.compile(r"hf-paged (bench serve|serve )")
 EXAMPLES = [line for words in COMMANDS for line in example_lines(help_of(words))]
 
 
