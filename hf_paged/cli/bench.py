@@ -19,7 +19,7 @@ PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wro
 
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",
-    epilog=examples("hf-paged bench latency --runs 1"),
+    epilog=examples("hf-paged bench latency --runs 1 --count 2"),
     no_args_is_help=True,
     rich_markup_mode=style(),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_paged.cache_folder import cache_folder
 from hf_paged.tools.packaged_model import FORMAT_VERSION, MODEL_NAME, PACKAGE
 from tests.cli.processes import Zygote
 from tests.tools.tiny_checkpoint import tiny_checkpoint  # noqa: F401
@@ -22,6 +23,7 @@ def demo_is_tiny(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     except importlib.metadata.PackageNotFoundError:
         version = "0"
     (cache / "models").mkdir()
+    (cache / "native").symlink_to(cache_folder() / "native")  # for whoever wants the native operators
     (cache / "models" / f"{MODEL_NAME}-{version}-f{FORMAT_VERSION}").symlink_to(tiny_checkpoint)
     return {"HF_PAGED_CACHE": str(cache), "HF_PAGED_CPU_ISA": "torch", "HF_PAGED_NUM_BLOCKS": "256"}
 

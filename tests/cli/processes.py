@@ -147,12 +147,16 @@ class CliProcess:
     @property
     def stdout(self) -> str:
         """What it has written to its standard output."""
-        return Path(self._files["stdout"]).read_text(encoding="utf-8")
+        return self._written("stdout")
 
     @property
     def stderr(self) -> str:
         """What it has written to its standard error."""
-        return Path(self._files["stderr"]).read_text(encoding="utf-8")
+        return self._written("stderr")
+
+    def _written(self, name: str) -> str:
+        file = Path(self._files[name])
+        return file.read_text(encoding="utf-8") if file.exists() else ""  # its process may not have begun yet
 
     @property
     def raw(self) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hf_paged.cli import exits
+from hf_paged.kernels.cpu import library
 from tests.cli.helps import COMMANDS, example_lines, help_of
 from tests.cli.processes import PATIENCE, CliProcess, Zygote
 
@@ -35,8 +36,9 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------ examples
 
-# A server has to be there for its load; see the test below.
-_NOT_HERE = re.compile(r"hf-paged (bench serve|serve )")
+# A server has to be there for its load, see the test below; what writes a report is run before what draws it.
+_NOT_HERE = re.compile(r"hf-paged (bench serve|serve )|--json latency.json$")
+_NATIVE = {"HF_PAGED_CPU_ISA": ""}  # without, torch's operators are used, which are there at once
 EXAMPLES = [line for words in COMMANDS for line in example_lines(help_of(words))]
 
 
@@ -49,9 +51,15 @@ def test_an_example_of_a_help_runs(example: str, hf_paged: Zygote, tmp_path: Pat
     if "requests.jsonl" in command:
         makes = next(line for line in EXAMPLES if line.endswith("> requests.jsonl"))
         subprocess.run(["bash", "-c", makes], cwd=tmp_path, check=True)
+    if command.startswith("bench plot"):
+        makes = next(line for line in EXAMPLES if line.endswith("--json latency.json"))
+        assert hf_paged.run(*shlex.split(makes)[1:], within=tmp_path).exit_code == exits.DONE
     shell = before.strip().removesuffix("|")
     stdin = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
-    done = hf_paged.run(*shlex.split(command), stdin=stdin, within=tmp_path)
+    native = _NATIVE if command.startswith("bench kernels") else None
+    if native and not library.load():
+        pytest.skip("no native library on this machine")
+    done = hf_paged.run(*shlex.split(command), stdin=stdin, within=tmp_path, environment=native)
     assert done.exit_code == exits.DONE, done.stderr
     written = [path for path in tmp_path.iterdir() if path.name not in ("requests.jsonl",)]
     assert done.stdout or written or "--system" in command  # a chat to which nothing is said

@@ -20,16 +20,6 @@ def gateways_folder() -> Path:
     return cache_folder() / "gateways"
 
 
-def is_made(name: str) -> bool:
-    """Returns whether an environment is there already, perhaps an older one.
-
-    Args:
-        name (`str`):
-            Of the gateway.
-    """
-    return (gateways_folder() / name / MARK).exists()
-
-
 def python_environment(name: str, requirements: tuple[str, ...], log: Callable[[str], None]) -> Path:
     """Returns the folder with the programs of a virtual environment; makes it at the first call.
 
