@@ -39,6 +39,7 @@ class Zygote:
     def __init__(self, folder: Path, environment: Mapping[str, str]):
         self.folder = folder
         self._count = 0
+        self._started: list[CliProcess] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cli.zygote"],
             cwd=ROOT,
@@ -54,7 +55,9 @@ class Zygote:
         self._count += 1
         folder = self.folder / f"process{self._count}"
         folder.mkdir()
-        return CliProcess(self._hand_over, folder, [str(argument) for argument in arguments], **how)
+        process = CliProcess(self._hand_over, folder, [str(argument) for argument in arguments], **how)
+        self._started.append(process)
+        return process
 
     def run(self, *arguments: Any, **how: Any) -> CliProcess:
         """Starts `hf-paged` and waits for its end."""
@@ -69,7 +72,11 @@ class Zygote:
         return int(self._process.stdout.readline())
 
     def end(self) -> None:
-        """Takes no more jobs."""
+        """Takes no more jobs, and kills what tests that failed have left running."""
+        for process in self._started:
+            if not process.has_ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the leader of a session of its own
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE)
