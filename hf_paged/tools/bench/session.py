@@ -163,18 +163,8 @@ def open_session(options: BenchOptions) -> Iterator[BenchSession]:
         session.close()
 
 
-def run_benchmark(name: str, options: BenchOptions) -> Report:
-    """Runs a benchmark by its name.
-
-    Args:
-        name (`str`):
-            A name of `BENCHMARK_HELP`.
-        options (`BenchOptions`):
-            What to measure.
-
-    Raises:
-        UnknownNameError: If there is none of that name.
-    """
+def all_benchmarks() -> Registry[Callable[[BenchSession], Report]]:
+    """Returns `BENCHMARKS` with all that there are."""
     from . import (  # noqa: F401 - each registers itself
         concurrency,
         kernels,
@@ -187,7 +177,22 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
         throughput,
     )
 
-    benchmark = BENCHMARKS.get(name)
+    return BENCHMARKS
+
+
+def run_benchmark(name: str, options: BenchOptions) -> Report:
+    """Runs a benchmark by its name.
+
+    Args:
+        name (`str`):
+            A name of `BENCHMARK_HELP`.
+        options (`BenchOptions`):
+            What to measure.
+
+    Raises:
+        UnknownNameError: If there is none of that name.
+    """
+    benchmark = all_benchmarks().get(name)
     load_before = load_average()
     with open_session(options) as session:
         report = benchmark(session)
