@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import ConfigurationError, UnknownNameError
 from ..tools.bench import BENCHMARK_HELP
 from . import exits
 from .examples import examples
 from .help import Command, command_with, flags_of, style
-from .usage import refuse_unknown
+from .usage import UsageError, refuse_unknown
 
 PLOT_HELP = "Draw the figures into a file: .png, .svg or .pdf. Needs matplotlib (the extra `bench`)."
 PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wrong name lists what there is."
@@ -23,6 +25,15 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=style(),
 )
+
+
+@contextlib.contextmanager
+def _wrong_usage() -> Iterator[None]:
+    """A picture or a file that cannot be is a mistake in the flags."""
+    try:
+        yield
+    except (ConfigurationError, UnknownNameError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _make_command(name: str) -> Callable[..., None]:
@@ -45,11 +56,12 @@ def _make_command(name: str) -> Callable[..., None]:
         from ..tools.bench.plots import check_target, check_writable, choose_picture, plot_report
 
         # Before the measurement, and before torch is loaded for it.
-        choose_picture(name, picture)
-        if plot is not None:
-            check_target(plot)
-        if json is not None:
-            check_writable(json, "--json")
+        with _wrong_usage():
+            choose_picture(name, picture)
+            if plot is not None:
+                check_target(plot)
+            if json is not None:
+                check_writable(json, "--json")
         if model is not None:
             from ..serving.preflight import check_model
 
@@ -104,7 +116,9 @@ def plot(
     """Draw the figures of an earlier measurement; nothing is measured."""
     from ..tools.bench.plots import plot_file
 
-    typer.echo(f"written: {plot_file(report, plot, picture)}", err=True)
+    with _wrong_usage():
+        written = plot_file(report, plot, picture)
+    typer.echo(f"written: {written}", err=True)
 
 
 def _serve_flags() -> list[tuple[str, str]]:

@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from .examples import examples
+from .options import Demo
 from .usage import UsageError
 
-EXAMPLES = examples("hf-paged info", "hf-paged info --generate --json")
+EXAMPLES = examples("hf-paged info", "hf-paged info --demo", "hf-paged info --generate --json")
 
 
 def info(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model folder or hub id.")] = None,
+    demo: Demo = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     dtype: Annotated[str, typer.Option(help="Dtype of the weights; auto is the checkpoint's own.")] = "auto",
     generate: Annotated[
@@ -22,8 +24,14 @@ def info(
     ] = False,
 ) -> None:
     """Print versions, the machine and the attention backends; with a MODEL, what its engine would do here."""
-    if generate and model is not None:
+    if generate and (demo or model is not None):
         raise UsageError("--generate is the same for every model; leave out MODEL.")
+    if demo:
+        if model is not None:
+            raise UsageError("--demo is a model of its own; leave out MODEL.")
+        from ..tools.packaged_model import packaged_model_path
+
+        model = str(packaged_model_path())
     if model is not None:
         from ..serving.preflight import check_model
 
