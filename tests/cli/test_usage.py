@@ -136,6 +136,19 @@ def test_wrong_usage_is_two_lines_and_exit_code_two(arguments, message, help, ca
     assert second.startswith(f"(see {help}") and second.endswith("--help)")
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:80 80", "http://u:p@host"])
+def test_a_wrong_url_of_a_server_is_wrong_usage(url, capsys):
+    assert call("complete", "--base-url", url, "Hi") == exits.WRONG_USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("hf-paged: `--base-url` must") and second == "(see hf-paged complete --help)"
+
+
+def test_a_key_that_can_be_none_is_wrong_usage(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secr€t")
+    assert call("complete", "--base-url", "http://127.0.0.1:1", "Hi") == exits.WRONG_USAGE
+    assert capsys.readouterr().err.startswith("hf-paged: OPENAI_API_KEY is no key")
+
+
 def test_without_a_verb_the_help_is_shown(capsys):
     assert call() == exits.WRONG_USAGE
     assert "Commands" in capsys.readouterr().out

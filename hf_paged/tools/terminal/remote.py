@@ -22,6 +22,60 @@ _SILENCE = 600.0  # seconds without a byte
 _CONNECTING = 20.0
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key, and what is asked, are for the host that was named alone."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Sends no further request; see `HTTPRedirectHandler`."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def check_server(base_url: str, api_key: str | None) -> tuple[str, str | None]:
+    """Returns a server's URL without `/v1`, and the key that is sent to it, if any. Nothing is asked.
+
+    Args:
+        base_url (`str`):
+            Its URL.
+        api_key (`str`, *optional*):
+            Its key; that of `OPENAI_API_KEY` or `HF_PAGED_API_KEY` by default.
+
+    Raises:
+        ConfigurationError: If it is no URL, or the key can be none. A key or a password is not in the message.
+    """
+    _, user, host = base_url.rpartition("@")
+    if user:
+        raise ConfigurationError(
+            f"`--base-url` must not hold a user or a password (before @{host}); the server's key is `--api-key`, or "
+            f"{' or '.join(KEY_VARIABLES)}."
+        )
+    if not _is_url(base_url):
+        raise ConfigurationError(
+            f"`--base-url` must be an http or https URL such as http://127.0.0.1:8000, got {base_url!r}."
+        )
+    return base_url.rstrip("/").removesuffix("/v1"), _key(api_key)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # which is looked at only now
+    except ValueError:
+        return False
+    has_only_signs = text.isascii() and text.isprintable() and " " not in text
+    return has_only_signs and parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+
+
+def _key(given: str | None) -> str | None:
+    for name, key in [("`--api-key`", given), *((name, os.environ.get(name)) for name in KEY_VARIABLES)]:
+        if key := (key or "").strip():  # the end of a line comes with a key that was read from a file
+            if not (key.isascii() and key.isprintable()):
+                raise ConfigurationError(f"{name} is no key: it must be printable ASCII, as HTTP carries nothing else.")
+            return key
+    return None
+
+
 class RemoteServer:
     """Answers with what a server answers.
 
@@ -40,13 +94,7 @@ class RemoteServer:
     """
 
     def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None, seed: int | None = None):
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigurationError(
-                f"`--base-url` must be an http or https URL such as http://127.0.0.1:8000, got {base_url!r}."
-            )
-        self._url = base_url.rstrip("/").removesuffix("/v1")
-        self._key = api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+        self._url, self._key = check_server(base_url, api_key)
         self._seeds = random.Random(seed) if seed is not None else None
         self.max_model_len: int | None = None
         self.name = model or ""
@@ -137,7 +185,7 @@ class RemoteServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with _OPENER.open(request, timeout=timeout) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
             with error:
@@ -164,6 +212,12 @@ class RemoteServer:
             where = " or ".join(KEY_VARIABLES)
             state = "refuses the key" if self._key else "wants a key"
             return ConfigurationError(f"{self._url} {state} ({said}); set {where}, or give `--api-key`.")
+        if error.code < 400:
+            to = error.headers.get("Location", "nowhere")
+            return ConfigurationError(
+                f"{self._url} answers {error.code} and sends to {to}; requests and keys are sent nowhere else: "
+                "if that is right, name it as `--base-url`."
+            )
         kind = EngineError if error.code >= 500 else InvalidRequestError
         return kind(f"{self._url} answers {error.code}: {said}")
 
