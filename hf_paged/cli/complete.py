@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from typing import Annotated, Any
 
@@ -40,6 +39,7 @@ def complete(
 ) -> None:
     """Continue one text, as it is: without a chat template. The continuation is streamed to standard output."""
     from ..tools.terminal.screen import Screen
+    from ..tools.terminal.texts import to_json
 
     model, prompts = split_words(list(words or ()), served_model, named=demo or base_url is not None)
     if len(prompts) > 1:
@@ -51,7 +51,7 @@ def complete(
         answer = answerer.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling}, _nothing if json else screen.write)
         if json:
             fields = {"model": answerer.name, "prompt": prompt, **answer.to_dict()}
-            typer.echo(json_format.dumps(fields, ensure_ascii=False))
+            typer.echo(to_json(fields))
             return
         screen.end_answer()
         screen.note(f"({answer.describe()})")

@@ -127,7 +127,7 @@ def _wants_text(json: bool | None, output: str) -> bool:
 
 
 def _for_people(entry: dict[str, Any]) -> None:
-    from ..tools.terminal.screen import printable
+    from ..tools.terminal.texts import printable
 
     asked = entry.get("prompt") or (entry["messages"][-1]["content"] if entry.get("messages") else "")
     answer = entry.get("text") or entry.get("error", {}).get("message", "")

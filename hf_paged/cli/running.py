@@ -107,7 +107,9 @@ def _failed(error: Exception) -> int:
 
 
 def _one_line(text: str) -> str:
-    text = " ".join(text.split())
+    from ..tools.terminal.texts import printable
+
+    text = printable(" ".join(text.split()))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 

@@ -136,6 +136,17 @@ def test_wrong_usage_is_two_lines_and_exit_code_two(arguments, message, help, ca
     assert second.startswith(f"(see {help}") and second.endswith("--help)")
 
 
+def test_an_error_on_stderr_is_not_obeyed_by_a_terminal(capsys, monkeypatch):
+    def broken(settings: Any) -> None:
+        raise ValueError("no \x1b[2J and \u202e")
+
+    monkeypatch.setattr(answerer, "fetched", broken)
+    assert call("chat", "m") == exits.FAILED
+    assert capsys.readouterr().err.startswith("hf-paged: no \ufffd[2J and \ufffd\n")
+    assert call("chat", "--\x9b2Jm") == exits.WRONG_USAGE
+    assert "\x9b" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:80 80", "http://u:p@host"])
 def test_a_wrong_url_of_a_server_is_wrong_usage(url, capsys):
     assert call("complete", "--base-url", url, "Hi") == exits.WRONG_USAGE

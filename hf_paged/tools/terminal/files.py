@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from ...errors import ConfigurationError, InvalidRequestError
 from .prompt_lines import Format, PromptLine, parse_line, parse_lines
+from .texts import to_json
 
 _PIECE = 1 << 16
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
@@ -180,16 +180,6 @@ def opened_output(target: str) -> Iterator[Callable[[dict[str, Any]], None]]:
         raise ConfigurationError(f"`--output` {target!r} cannot be written: {error.strerror or error}.") from None
     with file:
         yield lambda entry: _write_all(file, to_json(entry).encode() + b"\n")
-
-
-def to_json(entry: dict[str, Any]) -> str:
-    """Returns an entry as a line, without its end.
-
-    Args:
-        entry (`dict[str, Any]`):
-            An answer, or an error.
-    """
-    return json.dumps(entry, ensure_ascii=False)
 
 
 def _write_out(text: str) -> None:
