@@ -222,6 +222,23 @@ def test_a_signal_while_something_is_done_ends_it(number, code, capsys, monkeypa
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, exits.INTERRUPTED), (signal.SIGTERM, exits.TERMINATED)])
+def test_a_signal_while_the_command_line_itself_is_imported_ends_it(number, code, capsys, monkeypatch):
+    class Signaller:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "hf_paged.cli.running":
+                os.kill(os.getpid(), number)
+                signal.sigtimedwait([], 5)
+
+    before = signal.getsignal(number)
+    monkeypatch.delitem(sys.modules, "hf_paged.cli.running")
+    monkeypatch.setattr(sys, "meta_path", [Signaller(), *sys.meta_path])
+    assert call("--version") == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == f"hf-paged: {'interrupted' if code == 130 else 'terminated'}\n"
+    assert signal.getsignal(number) is before
+
+
 def test_where_ctrl_c_was_ignored_it_still_is():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -239,6 +256,19 @@ def test_a_reader_that_has_gone_is_no_error():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == exits.READER_GONE and done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", [["stdin"], ["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]])
+def test_standard_streams_that_are_closed_are_no_error_of_their_own(closed, capsys, monkeypatch):
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    assert call("--version") == exits.DONE
+    for verb in ("chat", "complete", "generate"):
+        # A folder that is not there is told only where somebody can read it.
+        arguments = [verb, "--model", "no/where/at"] if verb != "chat" else [verb, "no/where/at"]
+        assert call(*arguments) != exits.DONE
+        captured = capsys.readouterr()
+        assert "NoneType" not in captured.err and bool(captured.err) == ("stderr" not in closed)
 
 
 def test_debug_behind_two_dashes_is_a_word(capsys):
