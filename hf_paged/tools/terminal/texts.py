@@ -23,11 +23,23 @@ def printable(text: str) -> str:
     return text.translate(_SHOWN)
 
 
-def to_json(value: Any) -> str:
-    """Returns JSON on one line, with letters as they are, and escaped what a terminal would obey.
+def has_surrogates(text: str) -> bool:
+    """Returns whether a text has halves of characters, which JSON can name, but no file or answer can hold.
+
+    Args:
+        text (`str`):
+            What somebody else has written.
+    """
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Returns JSON with letters as they are, and escaped what a terminal would obey.
 
     Args:
         value (`Any`):
             An answer, an entry of a file.
+        indent (`int`, *optional*):
+            Of each level; all is on one line by default.
     """
-    return json.dumps(value, ensure_ascii=False).translate(_ESCAPED)
+    return json.dumps(value, ensure_ascii=False, indent=indent).translate(_ESCAPED)
