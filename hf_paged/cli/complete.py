@@ -48,12 +48,15 @@ def complete(
     screen = Screen()
     seed = sampling.pop("seed", None)
     with opened(model, demo, base_url, api_key, engine, seed) as answerer, stopping_only():
-        answer = answerer.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling}, _nothing if json else screen.write)
+        write = _nothing if json else screen.write
+        try:
+            answer = answerer.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling}, write)
+        finally:
+            screen.end_answer()  # also of one that broke off, before it is told why
         if json:
             fields = {"model": answerer.name, "prompt": prompt, **answer.to_dict()}
             typer.echo(to_json(fields))
             return
-        screen.end_answer()
         screen.note(f"({answer.describe()})")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hf_paged.cli import main
 from hf_paged.errors import ConfigurationError, EngineError, InvalidRequestError
 from hf_paged.tools.terminal.remote import KEY_VARIABLES, RemoteServer
 
@@ -50,8 +51,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
-        if isinstance(body, dict):
-            self.wfile.write(json.dumps(body).encode())
+        if not isinstance(body, list):
+            self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
             return
         for chunk in body:
             self.wfile.write(
@@ -165,6 +166,9 @@ def test_a_server_that_is_not_there_is_told_with_the_way_out():
     [
         ((200, {"data": []}), "serves no model"),
         ((200, {}), "as OpenAI does"),
+        ((200, {"data": "text"}), "as OpenAI does"),
+        ((200, {"data": [{"name": "first"}]}), "as OpenAI does"),
+        ((200, "[" * 100_000), "as OpenAI does"),
         ((404, {}), "name the MODEL"),
         ((401, {"error": {"message": "no key"}}), "wants a key .no key.; set OPENAI_API_KEY"),
     ],
@@ -188,9 +192,53 @@ def test_a_model_that_it_has_not_is_told_with_those_that_it_has(world):
         ((200, CHUNKS[:2]), EngineError, "before the answer was complete"),
         ((200, [CHUNKS[1], {"error": {"message": "the engine died"}}]), EngineError, "broke off: the engine died"),
         ((200, ["{oops"]), EngineError, "not JSON"),
+        ((200, ["[" * 60_000]), EngineError, "not JSON"),
+        ((503, {"detail": "busy"}, ("Retry-After", "7")), EngineError, r"busy.* \(Retry-After: 7\)"),
+        ((500, "[" * 100_000), EngineError, "answers 500: Internal Server Error"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(world, answer, kind, message):
     world["answer"] = answer
     with pytest.raises(kind, match=message):
         RemoteServer(world["url"]).chat([{"role": "user", "content": "Hi"}], {}, len)
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (5, "an event is 5"),
+        (None, "an event is None"),
+        ({"choices": 5}, "`choices` is 5"),
+        ({"choices": ["a"]}, "is 'a'"),
+        ({"choices": [{"delta": "a"}]}, "`delta` is 'a'"),
+        ({"choices": [{"delta": {"content": ["a"]}}]}, r"`content` is \['a'\]"),
+        ({"choices": [{"text": {"a": 1}}]}, "`text` is {'a': 1}"),
+        ({"choices": [{"text": "a", "finish_reason": 1}]}, "`finish_reason` is 1"),
+        ({"choices": [{"text": "a\ud800"}]}, "a text is "),
+        ({"choices": [], "usage": [1]}, r"`usage` is \[1\]"),
+        ({"choices": [], "usage": {"completion_tokens": "two"}}, "`completion_tokens` is 'two'"),
+        ({"choices": [], "usage": {"prompt_tokens_details": 3}}, "`prompt_tokens_details` is 3"),
+    ],
+)
+def test_an_event_that_is_not_openais_is_an_error_that_shows_it(world, event, what):
+    world["answer"] = (200, [*CHUNKS[:3], event, "[DONE]"])
+    pieces: list[str] = []
+    with pytest.raises(EngineError, match=f"did not answer as OpenAI does: .*{what}"):
+        RemoteServer(world["url"]).chat([{"role": "user", "content": "Hi"}], {}, pieces.append)
+    assert pieces == ["Grö", "ße"]
+
+
+def test_what_writing_raises_is_not_taken_for_the_servers_error(world):
+    def write(text: str) -> None:
+        raise TypeError(text)
+
+    with pytest.raises(TypeError, match="Grö"):
+        RemoteServer(world["url"]).chat([{"role": "user", "content": "Hi"}], {}, write)
+
+
+def test_an_error_begins_a_line_of_its_own(world, capsys):
+    world["answer"] = (200, CHUNKS[:2])
+    with pytest.raises(SystemExit) as ended:
+        main(["complete", "--base-url", world["url"], "Hi"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 1 and captured.out == "Grö\n" and captured.err.startswith("hf-paged: http://")
