@@ -55,7 +55,7 @@ def complete(
             screen.end_answer()  # also of one that broke off, before it is told why
         if json:
             fields = {"model": answerer.name, "prompt": prompt, **answer.to_dict()}
-            typer.echo(to_json(fields))
+            screen.write(to_json(fields) + "\n")
             return
         screen.note(f"({answer.describe()})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -25,9 +26,21 @@ def run(arguments: list[str]) -> int:
     arguments, debug = _take_debug(arguments)
     try:
         code = _ended_by(arguments, debug)
+    except BrokenPipeError:
+        _drop_output()
+        return exits.READER_GONE
+    return _flushed(code)
+
+
+def _flushed(code: int) -> int:
+    try:
         sys.stdout.flush()
     except BrokenPipeError:
-        return _reader_gone()
+        _drop_output()
+        return exits.READER_GONE
+    except OSError as error:
+        _drop_output()
+        return _failed(error) if code == exits.DONE else code
     return code
 
 
@@ -98,7 +111,10 @@ def _message(error: Any, context: Any) -> str:
 def _failed(error: Exception) -> int:
     from ..serving.command_line import UsageError
 
-    print(f"hf-paged: {_one_line(str(error)) or type(error).__name__}", file=sys.stderr)
+    said = str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        said = f"What is written has no room: {error.strerror}; make room, or write to another place."
+    print(f"hf-paged: {_one_line(said) or type(error).__name__}", file=sys.stderr)
     if isinstance(error, UsageError):
         print("(see hf-paged --help)", file=sys.stderr)
         return exits.WRONG_USAGE
@@ -113,11 +129,10 @@ def _one_line(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def _reader_gone() -> int:
-    """Nobody reads what is left in the buffer of stdout, and Python would complain about that at its end."""
+def _drop_output() -> None:
+    """What is left in the buffer of stdout has nowhere to go, and Python would complain about that at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
     except (OSError, ValueError):  # a stdout that is no file
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for what is left of the process
-    return exits.READER_GONE

@@ -271,6 +271,14 @@ def test_standard_streams_that_are_closed_are_no_error_of_their_own(closed, caps
         assert "NoneType" not in captured.err and bool(captured.err) == ("stderr" not in closed)
 
 
+def test_a_full_disk_is_told_once(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert call("--version") == exits.FAILED
+        first, second = capsys.readouterr().err.splitlines()
+        assert "No space left on device; make room" in first and "--debug" in second
+
+
 def test_debug_behind_two_dashes_is_a_word(capsys):
     assert call("info", "--", "--debug") == exits.FAILED
     assert "'--debug'" in capsys.readouterr().err

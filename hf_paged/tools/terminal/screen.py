@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import write_out
 from .texts import printable
 
 _MOST_LINES = 1000  # of the history
@@ -38,8 +39,7 @@ class Screen:
         """
         if self._out_is_terminal:
             text = printable(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write_out(text)
         self._at_line_start = text.endswith("\n")
 
     def end_answer(self) -> None:
