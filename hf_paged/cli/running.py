@@ -13,6 +13,7 @@ import typer
 from . import exits, interrupts
 from .usage import ClickException, unknown_flag
 
+_VARIABLES = ("HF_PAGED_CPU_ISA=", "HF_PAGED_CPU_PIN=")
 _LONGEST = 1000  # characters of a message: some libraries write pages
 
 
@@ -109,13 +110,16 @@ def _message(error: Any, context: Any) -> str:
 
 
 def _failed(error: Exception) -> int:
+    from ..errors import ConfigurationError
     from ..serving.command_line import UsageError
 
     said = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         said = f"What is written has no room: {error.strerror}; make room, or write to another place."
     print(f"hf-paged: {_one_line(said) or type(error).__name__}", file=sys.stderr)
-    if isinstance(error, UsageError):
+    # The variables of the native operators are read by layers that know of no command line.
+    is_variable = isinstance(error, ConfigurationError) and said.startswith(_VARIABLES)
+    if is_variable or isinstance(error, UsageError):
         print("(see hf-paged --help)", file=sys.stderr)
         return exits.WRONG_USAGE
     print(f"({type(error).__name__}; run it again with --debug for the traceback)", file=sys.stderr)

@@ -16,6 +16,7 @@ import typer
 from hf_paged.cli import answerer, exits, interrupts, main
 from hf_paged.cli.app import app
 from hf_paged.cli.options import takes_model, takes_sampling
+from hf_paged.kernels.cpu import isa, threads
 from hf_paged.serving import lifecycle
 from hf_paged.serving.command_line import make_settings
 from tests.cli.helps import COMMANDS, example_lines, help_of
@@ -145,6 +146,22 @@ def test_an_error_on_stderr_is_not_obeyed_by_a_terminal(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("hf-paged: no \ufffd[2J and \ufffd\n")
     assert call("chat", "--\x9b2Jm") == exits.WRONG_USAGE
     assert "\x9b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check"),
+    [
+        (isa.VARIABLE, "avx3", isa.requested_isa),
+        (isa.VARIABLE, "amx", lambda: isa.check_available("amx", ("avx2", "torch"))),
+        (threads.PIN_VARIABLE, "yes", threads.pinning_requested),
+    ],
+)
+def test_a_wrong_variable_of_the_native_operators_is_wrong_usage(variable, value, check, capsys, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(answerer, "fetched", lambda settings: check())
+    assert call("chat", "m") == exits.WRONG_USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"hf-paged: {variable}={value!r}") and second == "(see hf-paged --help)"
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:80 80", "http://u:p@host"])
