@@ -118,6 +118,18 @@ def test_a_conversation_can_be_cleared(screen):
     assert len(sent(screen, "Hello again")["messages"]) == 1
 
 
+def test_what_was_kept_of_a_visit_and_is_damaged_is_left_out(screen):
+    good = {"role": "user", "content": "Still here"}
+    damaged = [None, 5, {"role": "user", "content": 5}, {"role": "x", "content": "x"}, {**good, "stats": None}]
+    for kept, articles in (('{"a":1}', 0), ("5", 0), ("[", 0), (json.dumps([*damaged, good]), 1)):
+        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.messages', kept)", kept)
+        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.key', kept)", '{"a":1}')
+        screen.page.reload()
+        screen.connected()
+        assert screen.find("article").count() == articles, kept
+    assert screen.find("article .text").inner_text() == "Still here"
+
+
 def test_a_schema_makes_an_answer_json(screen):
     properties = {"n": {"enum": [1, 22, 333]}}
     schema = {"type": "object", "properties": properties, "required": ["n"], "additionalProperties": False}

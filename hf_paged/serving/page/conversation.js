@@ -1,7 +1,22 @@
 // The messages: what they are, and how they look.
 
+/** The messages that were kept; what is none of ours, or was damaged, is left out. */
+function keptMessages() {
+  const kept = keep.read("sessionStorage", "messages");
+  return Array.isArray(kept) ? kept.filter(isMessage) : [];
+}
+
+function isMessage(message) {
+  const { role, content, thinking = "", problem = "", stats = {} } = message ?? {};
+  const known = role === "user" || role === "assistant";
+  if (!known || ![content, thinking, problem].every((text) => typeof text === "string")) return false;
+  if (stats === null || typeof stats !== "object") return false;
+  const types = { end: "string", note: "string" };
+  return Object.entries(stats).every(([name, value]) => typeof value === (types[name] ?? "number"));
+}
+
 const conversation = {
-  messages: keep.read("sessionStorage", "messages") ?? [], // {role, content, thinking, form, stats, problem}
+  messages: keptMessages(), // {role, content, state, thinking, form, stats, problem}
   nodes: new Map(),
 
   save() {

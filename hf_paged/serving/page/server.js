@@ -20,7 +20,7 @@ const HOME = new URL(location.pathname.replace(/\/?$/, "/"), location.origin);
 const at = (path) => new URL(path, HOME);
 
 const key = {
-  value: keep.read("sessionStorage", "key") ?? keep.read("localStorage", "key") ?? "",
+  value: ["sessionStorage", "localStorage"].map((store) => keep.read(store, "key")).find((kept) => typeof kept === "string") ?? "",
   waiting: null, // the promise of a key that is being typed
 
   set(value, kept) {
