@@ -205,6 +205,28 @@ def test_an_error_within_a_stream_is_shown_and_what_came_before_stays(screen):
     assert answer.locator(".problem").inner_text() == "The answer broke off. The step failed."
 
 
+def test_an_event_that_is_no_piece_of_an_answer_is_a_problem_in_words(screen):
+    events = {
+        "null": "The server sent an event that is no JSON object: null",
+        "5": "The server sent an event that is no JSON object: 5",
+        "{": "The server sent an event that is no JSON object: {",
+        '{"error":"x"}': "x",
+        '{"error":{"message":""}}': "The server told of an error, and not of which.",
+        '{"choices":5}': "The server did not answer as OpenAI does; `choices`: 5",
+        '{"choices":["a"]}': 'The server did not answer as OpenAI does; `choices`: ["a"]',
+        '{"choices":[{"delta":{"content":{}}}]}': "The server did not answer as OpenAI does; "
+        '`choices`: [{"delta":{"content":{}}}]',
+    }
+    bodies = iter([f"data: {event}\n\n" for event in events])
+    screen.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
+    )
+    for problem in events.values():
+        screen.send("Hello")
+        assert screen.answer("failed").locator(".problem").inner_text() == problem
+        screen.find("#clear").click()
+
+
 def test_what_a_model_or_a_person_writes_is_never_markup(screen):
     title = screen.page.title()
     screen.set(schema=json.dumps({"enum": [MARKUP]}), max_tokens="300")
