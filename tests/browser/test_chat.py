@@ -248,6 +248,20 @@ def test_what_a_model_or_a_person_writes_is_never_markup(screen):
     assert screen.page.title() == title
 
 
+def test_a_very_long_answer_is_shown_as_it_was_written(screen):
+    words = "**b** `c` " * 100_000
+    chunk = {"id": "1", "choices": [{"delta": {"content": words}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    screen.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+    )
+    screen.send("Go on")
+    answer = screen.answer()
+    assert answer.locator(".text").evaluate("node => node.textContent") == words
+    assert answer.locator(".text *").count() == 0
+    assert "shown as it was written" in answer.locator(".stats").inner_text()
+
+
 def test_thinking_is_shown_apart(screen):
     chunks = [
         {"id": "1", "choices": [{"delta": {"reasoning_content": "Hm, "}, "finish_reason": None}]},

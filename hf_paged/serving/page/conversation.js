@@ -1,5 +1,7 @@
 // The messages: what they are, and how they look.
 
+const MOST_MARKED = 200_000; // characters; each mark makes an element, and a browser has to draw them all
+
 /** The messages that were kept; what is none of ours, or was damaged, is left out. */
 function keptMessages() {
   const kept = keep.read("sessionStorage", "messages");
@@ -135,7 +137,7 @@ const conversation = {
   },
 };
 
-function statsText({ stats = {}, state, role }) {
+function statsText({ content, stats = {}, state, role }) {
   if (role === "user") return "";
   if (state === "waiting") return stats.note ?? "Waiting for the first token…";
   const parts = [];
@@ -145,6 +147,7 @@ function statsText({ stats = {}, state, role }) {
   if (stats.cached) parts.push(`${stats.cached} of ${stats.prompt} prompt tokens cached`);
   if (state === "stopped") parts.push("stopped");
   else if (stats.end === "length") parts.push("cut off at the limit of tokens");
+  if (content.length > MOST_MARKED) parts.push("long, and so shown as it was written");
   return parts.join(" · ");
 }
 
@@ -161,6 +164,7 @@ async function copy(message, event) {
 
 /** Nodes for an answer: code between fences, `code` and **strong** within a line, all else as it was written. */
 function rendered({ content, form, state }) {
+  if (content.length > MOST_MARKED) return [content];
   if (form && state !== "streaming") {
     try {
       return [make("pre", {}, make("code", {}, JSON.stringify(JSON.parse(content), null, 2)))];
