@@ -407,6 +407,22 @@ def test_what_prevents_a_picture_is_said_before_the_measurement(
     assert not (tmp_path / "a.png").exists()
 
 
+def test_a_link_to_where_the_picture_will_be_stays(tmp_path: Path):
+    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    link.symlink_to(target)
+    check_target(link)
+    assert link.is_symlink() and not target.exists(), "what was made for the check goes, and nothing else"
+    target.write_text("an older one")
+    check_target(link)
+    assert link.is_symlink() and target.read_text() == "an older one"
+    loop = tmp_path / "loop.png"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("a" * 300 + ".png")):
+        with pytest.raises(ConfigurationError, match="cannot be written"):
+            check_target(path)
+    assert loop.is_symlink()
+
+
 def test_a_server_is_not_asked_for_a_picture_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
     for name, error in ((tmp_path / "file" / "a.png", "cannot be written"), (tmp_path / "a.jpeg", "must name a file")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,12 +99,13 @@ def check_writable(path: Path, flag: str) -> None:
     Raises:
         ConfigurationError: If it cannot.
     """
-    existed = path.exists()
     try:
+        target = Path(os.path.realpath(path))  # a link stays, wherever it leads
+        existed = target.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         if not existed:
-            path.unlink()
+            target.unlink()
     except OSError as error:
         reason = error.strerror or error
         raise ConfigurationError(
