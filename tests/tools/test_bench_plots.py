@@ -307,6 +307,15 @@ def test_a_served_run_is_drawn_from_its_details():
     assert max(opened.lines[0].get_ydata()) == 2 and "1 failed" in texts(opened.figure)
 
 
+def test_a_served_run_of_weeks_has_no_more_bars_than_can_be_seen():
+    report = serve_report()
+    report["ttfts"][0] = 3e6
+    seconds = draw(report).axes[2]
+    assert 1000 < len(seconds.patches) <= 2001
+    assert sum(bar.get_height() for bar in seconds.patches) * 1501 == pytest.approx(8)
+    assert seconds.get_xlim()[1] >= 3e6 and "each 1,501 s" in texts(seconds.figure)
+
+
 def test_without_details_a_served_run_shows_its_percentiles():
     (axis,) = draw(serve_report(detailed=False)).axes
     report = serve_report()
