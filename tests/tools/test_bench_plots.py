@@ -351,6 +351,11 @@ def test_a_picture_is_drawn_again_from_a_file(tmp_path: Path, capsys: pytest.Cap
     [
         ('{"benchmark": "throughput", "rows"', "is not whole JSON"),
         ("[1]", "holds list"),
+        ('{"rows": [NaN]}', "report.json' is not whole JSON .NaN is no number that can be drawn"),
+        ('{"rows": [-Infinity, 1e999]}', "-Infinity is no number that can be drawn"),
+        ('{"rows": [1e999]}', "1e999 is no number that can be drawn"),
+        ('{"rows": [' + "9" * 400 + "]}", "9{20} is no number that can be drawn"),
+        ("[" * 100_000, "report.json' has too many brackets within one another"),
         ('{"rows": []}', "no report of a benchmark"),
         ('{"benchmark": "memory", "rows": [{"system": "hf_paged"}], "workload": "W1"}', "KeyError: 'kv_bytes_held'"),
         ('{"benchmark": "step", "rows": 5, "runs": 1}', "measure again"),
@@ -363,6 +368,23 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message:
     with pytest.raises(ReportFileError, match=message):
         plot_file(file)
     assert not (tmp_path / "report.png").exists()
+
+
+def test_a_name_that_cannot_be_written_out_is_drawn_without_warnings(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(serve_report() | {"model_id": "a\a\u009b\u6a21"}))
+    assert plot_file(file).exists()
+    assert not recwarn.list and not capfd.readouterr().err
+
+
+def test_numbers_that_overflow_are_refused_without_warnings(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(serve_report() | {"ttfts": [1e308] * 3}))
+    with pytest.raises(ReportFileError, match="report.json' lacks what the picture"):
+        plot_file(file)
+    assert not recwarn.list
 
 
 def test_a_file_that_is_missing_or_binary_is_refused(tmp_path: Path):
