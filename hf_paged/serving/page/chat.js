@@ -183,11 +183,10 @@ const chat = {
     let ended = false;
     for await (const data of eventsOf(response)) {
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ServerError(chunk.error.message, 0, chunk.error.code);
+      const chunk = toldBy(data);
       if (chunk.id) this.requestId = chunk.id;
       const now = performance.now();
-      const choice = chunk.choices?.[0];
+      const choice = choiceOf(chunk);
       const { content, reasoning_content: thinking } = choice?.delta ?? {};
       if (content || thinking) {
         if (!first) {
@@ -199,13 +198,13 @@ const chat = {
         answer.thinking = (answer.thinking ?? "") + (thinking ?? "");
       }
       if (choice?.finish_reason) {
-        stats.end = choice.finish_reason;
+        stats.end = String(choice.finish_reason);
         ended = true;
       }
-      if (chunk.usage) {
+      if (Number.isFinite(chunk.usage?.completion_tokens) && Number.isFinite(chunk.usage.prompt_tokens)) {
         stats.tokens = chunk.usage.completion_tokens;
         stats.prompt = chunk.usage.prompt_tokens;
-        stats.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+        stats.cached = Number(chunk.usage.prompt_tokens_details?.cached_tokens) || 0;
         const seconds = (now - first) / 1000;
         if (first && stats.tokens > 1 && seconds > 0 && content) stats.perSecond = (stats.tokens - 1) / seconds;
       }
@@ -220,6 +219,18 @@ const chat = {
     $("clear").disabled = Boolean(this.running);
   },
 };
+
+/** The choice that a chunk of an answer holds, if it holds one; its texts are texts. */
+function choiceOf({ choices }) {
+  const choice = (Array.isArray(choices) ? choices[0] : choices) ?? null;
+  if (choice === null) return null;
+  const { content, reasoning_content: thinking } = choice.delta ?? {};
+  const right = Array.isArray(choices) && isObject(choice) && isObject(choice.delta ?? {});
+  if (!right || ![content ?? "", thinking ?? ""].every((text) => typeof text === "string")) {
+    throw new ServerError(`The server did not answer as OpenAI does; \`choices\`: ${shortened(JSON.stringify(choices))}`);
+  }
+  return choice;
+}
 
 function fitMessage() {
   const box = $("message");

@@ -34,8 +34,7 @@ const server = {
       for await (const data of eventsOf(response)) {
         clearTimeout(timer);
         timer = setTimeout(() => this.stream.abort(), SILENCE * 1000);
-        const told = JSON.parse(data);
-        if (told.error) throw new ServerError(told.error.message);
+        const told = toldBy(data);
         if (this.state === "lost") this.connected(""); // an answer had broken off, and this did not
         this.checkVersion(told.about);
         engine.take(told);

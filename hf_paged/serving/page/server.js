@@ -20,7 +20,7 @@ const HOME = new URL(location.pathname.replace(/\/?$/, "/"), location.origin);
 const at = (path) => new URL(path, HOME);
 
 const key = {
-  value: keep.read("sessionStorage", "key") ?? keep.read("localStorage", "key") ?? "",
+  value: ["sessionStorage", "localStorage"].map((store) => keep.read(store, "key")).find((kept) => typeof kept === "string") ?? "",
   waiting: null, // the promise of a key that is being typed
 
   set(value, kept) {
@@ -86,14 +86,36 @@ async function ask(path, { body, signal } = {}) {
 async function errorOf(response) {
   let told = {};
   try {
-    told = (await response.json()).error ?? {};
+    told = (await response.json())?.error ?? {};
   } catch {
     // Whoever is between here and the server writes errors of its own.
   }
-  const message = told.message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".";
+  const message = wordsOf(told) || `The server answered ${response.status} ${response.statusText}`.trim() + ".";
   const after = Number(response.headers.get("Retry-After"));
   return new ServerError(message, response.status, told.code, after > 0 ? after : null);
 }
+
+/** What an error says, which others write as an object or as a text; "" if nothing. */
+function wordsOf(error) {
+  const words = error?.message ?? error;
+  return typeof words === "string" ? words.trim() : "";
+}
+
+/** The object that an event holds; throws the error that it tells of. */
+function toldBy(data) {
+  let told = null;
+  try {
+    told = JSON.parse(data);
+  } catch {
+    // It is no JSON, and so no object.
+  }
+  if (!isObject(told)) throw new ServerError(`The server sent an event that is no JSON object: ${shortened(data)}`);
+  if (told.error) throw new ServerError(wordsOf(told.error) || "The server told of an error, and not of which.", 0, told.error.code);
+  return told;
+}
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const shortened = (text) => (text.length > 80 ? `${text.slice(0, 80)}…` : text);
 
 /** Yields the data of each server-sent event. A connection that breaks is `Unreachable`. */
 async function* eventsOf(response) {
