@@ -158,11 +158,8 @@ const chat = {
   /** Sends a request, again and again while the server says that it has no room now. */
   async ask(answer, body) {
     for (let tries = 1; ; tries += 1) {
-      const started = performance.now();
       try {
-        const response = await ask("v1/chat/completions", { body, signal: this.running.signal });
-        answer.started = started;
-        return response;
+        return await ask("v1/chat/completions", { body, signal: this.running.signal });
       } catch (error) {
         if (error.status !== 503 || tries >= MOST_TRIES) throw error;
         for (let left = error.retryAfter ?? 2; left > 0; left -= 1) {
@@ -177,8 +174,7 @@ const chat = {
   },
 
   async read(answer, response) {
-    const { started, stats } = answer;
-    delete answer.started;
+    const { stats } = answer;
     let first = 0;
     let ended = false;
     for await (const data of eventsOf(response)) {
@@ -192,7 +188,7 @@ const chat = {
       if (content || thinking) {
         if (!first) {
           first = now;
-          stats.firstToken = (now - started) / 1000;
+          stats.firstToken = (now - response.started) / 1000;
         }
         answer.state = "streaming";
         answer.content += content ?? "";

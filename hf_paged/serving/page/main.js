@@ -22,9 +22,9 @@ const server = {
       } catch (error) {
         wait = this.failed(error);
       }
-      if (wait === null) return;
       failed += 1;
-      await pause(wait || WAITS[Math.min(failed, WAITS.length) - 1]);
+      if (wait === null) await key.next();
+      else await pause(wait || WAITS[Math.min(failed, WAITS.length) - 1]);
     }
   },
 
@@ -45,7 +45,7 @@ const server = {
     }
   },
 
-  /** What to do about an error: the seconds to wait, 0 for as usual, null to end. */
+  /** What to do about an error: the seconds to wait, 0 for as usual, null until a key is typed in. */
   failed(error) {
     if (document.hidden) return 0.1; // the stream was let go
     if (error.status === 401) {
@@ -149,9 +149,7 @@ function start() {
   $("theme-button").addEventListener("click", () => theme.next());
   $("engine-button").addEventListener("click", () => showEngine(document.body.classList.contains("without-engine")));
   $("key-button").addEventListener("click", async () => {
-    if (!(await key.ask())) return;
-    if (server.state === "locked") server.follow();
-    else server.stream?.abort(); // and it connects with the new key
+    if ((await key.ask()) && server.state !== "locked") server.stream?.abort(); // and it connects with the new key
   });
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
