@@ -109,6 +109,18 @@ def test_an_answer_can_be_asked_for_again(screen):
     assert len(screen.find("button.again").all()) == 1, "only the last answer can"
 
 
+def test_a_question_that_failed_is_not_sent_again_with_the_next(screen):
+    screen.set(max_tokens="5")
+    first = screen.ask("Hello")
+    error = {"error": {"message": "No."}}
+    screen.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    screen.send("Invent")
+    screen.answer("failed")
+    screen.page.unroute("**/v1/chat/completions")
+    turns = [(message["role"], message["content"]) for message in sent(screen, "And then?")["messages"]]
+    assert turns == [("user", "Hello"), ("assistant", first), ("user", "And then?")]
+
+
 def test_a_conversation_can_be_cleared(screen):
     screen.set(max_tokens="5")
     screen.ask("Hello")
