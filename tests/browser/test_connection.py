@@ -99,6 +99,7 @@ def test_a_restart_is_said_and_survived_even_with_another_key_and_model(open_pag
     screen.ask("Hello")
     first.__exit__()
     screen.expect("#connection").to_have_text("Connection lost, reconnecting…")
+    screen.expect("#engine-problem").to_be_hidden()
     screen.send("Are you there?")
     assert "cannot be reached" in screen.answer("failed").locator(".problem").inner_text()
     screen.shoot("connection-lost")

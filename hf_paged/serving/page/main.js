@@ -71,7 +71,9 @@ const server = {
   },
 
   lost() {
-    if (this.state !== "lost") this.tell("lost", "Connection lost, reconnecting…");
+    if (this.state === "lost") return;
+    this.tell("lost", "Connection lost, reconnecting…");
+    this.problem(""); // of an engine that nobody sees now
   },
 
   connected(notice) {
