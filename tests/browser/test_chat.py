@@ -121,6 +121,17 @@ def test_a_question_that_failed_is_not_sent_again_with_the_next(screen):
     assert turns == [("user", "Hello"), ("assistant", first), ("user", "And then?")]
 
 
+def test_an_answer_whose_page_was_left_is_kept_and_says_so(screen):
+    screen.send("Go on and on")
+    screen.answer("streaming")
+    screen.expect("article.assistant .text").not_to_have_text("")
+    screen.page.reload()
+    screen.connected()
+    answer = screen.answer("failed")
+    assert answer.locator(".text").inner_text()
+    assert answer.locator(".problem").inner_text() == "The page was left before the answer was complete."
+
+
 def test_a_conversation_can_be_cleared(screen):
     screen.set(max_tokens="5")
     screen.ask("Hello")

@@ -16,6 +16,7 @@ const EXAMPLE_SCHEMA = {
   required: ["name", "age"],
   additionalProperties: false,
 };
+const PAGE_LEFT = "The page was left before the answer was complete.";
 const MOST_TRIES = 5; // of a request that the server has no room for
 
 const settings = {
@@ -97,6 +98,7 @@ const settings = {
 const chat = {
   running: null, // the AbortController of the answer that is coming
   requestId: "", // of that answer, or of the last
+  leaving: false, // a browser that leaves the page breaks its answer off
 
   send() {
     const text = $("message").value.trim();
@@ -144,7 +146,8 @@ const chat = {
     } catch (error) {
       answer.state = this.running.signal.aborted ? "stopped" : "failed";
       if (answer.state === "failed") answer.problem = answer.content ? `The answer broke off. ${error.message}` : error.message;
-      if (error instanceof Unreachable) server.lost();
+      if (this.leaving && answer.state === "failed") answer.problem = PAGE_LEFT;
+      else if (error instanceof Unreachable) server.lost();
     } finally {
       this.running = null;
       conversation.draw(answer);

@@ -140,7 +140,7 @@ function start() {
   settings.build();
   engine.build();
   for (const message of conversation.messages) {
-    if (message.state === "streaming" || message.state === "waiting") message.state = "stopped";
+    if (message.state === "streaming" || message.state === "waiting") Object.assign(message, { state: "failed", problem: PAGE_LEFT });
     conversation.show(message);
   }
   chat.showBusy();
@@ -186,6 +186,12 @@ function start() {
     });
   }
   document.addEventListener("visibilitychange", () => document.hidden && server.stream?.abort());
+  window.addEventListener("beforeunload", () => (chat.leaving = true)); // some break off before the next, some do not tell
+  window.addEventListener("pagehide", () => {
+    chat.leaving = true;
+    conversation.save();
+  });
+  window.addEventListener("pageshow", () => (chat.leaving = false));
   $("message").focus();
   server.follow();
 }
