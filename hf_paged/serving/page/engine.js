@@ -68,7 +68,7 @@ const engine = {
       const blocks = new Blocks(count, about.block_size);
       const label = several ? `Layer group ${group + 1} of ${about.num_blocks.length}` : "Block pool";
       const picture = new PoolPicture(blocks, `${label}, ${count} blocks`, (_, block) => this.chooseBlock(group, block));
-      $("pools").append(...(several ? [make("h4", {}, label)] : []), make("div", { class: "pool-box" }, picture.canvas));
+      $("pools").append(...(several ? [make("h4", {}, label)] : []), make("div", { class: "pool-box" }, picture.canvas), picture.more);
       return { blocks, picture };
     });
     say($("engine-about"), `${about.device}, ${about.backend} attention, ${about.block_size} tokens a block`);
