@@ -88,7 +88,7 @@ const engine = {
     totals.forEach((total, kind) => say($(`total-${kind}`), total.toLocaleString("en")));
     const all = totals.reduce((sum, total) => sum + total, 0);
     for (const [name, , text] of FIGURES) say($(`figure-${name}`), text(this, figures, totals, all));
-    const stalled = figures.step_seconds >= 2;
+    const stalled = figures.step_seconds >= 10; // a long prompt on a busy processor takes seconds
     const problem = {
       draining: "The server is shutting down: what runs may end, and nothing new begins.",
       asleep: "The engine sleeps: it takes requests again when it is woken up.",

@@ -136,6 +136,7 @@ function showEngine(shown) {
 }
 
 function start() {
+  $("key-button").hidden = !key.value;
   theme.set(keep.read("localStorage", "theme") ?? "auto");
   settings.build();
   engine.build();

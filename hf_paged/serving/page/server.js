@@ -40,6 +40,7 @@ const key = {
   ask(title = "The key of this server", problem = "") {
     this.waiting ??= new Promise((resolve) => {
       const dialog = $("key-dialog");
+      $("key-button").hidden = false; // this server wants one
       let typed = false;
       say($("key-title"), title);
       say($("key-problem"), problem);
