@@ -109,6 +109,29 @@ def test_an_answer_can_be_asked_for_again(screen):
     assert len(screen.find("button.again").all()) == 1, "only the last answer can"
 
 
+def test_a_question_that_failed_is_not_sent_again_with_the_next(screen):
+    screen.set(max_tokens="5")
+    first = screen.ask("Hello")
+    error = {"error": {"message": "No."}}
+    screen.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    screen.send("Invent")
+    screen.answer("failed")
+    screen.page.unroute("**/v1/chat/completions")
+    turns = [(message["role"], message["content"]) for message in sent(screen, "And then?")["messages"]]
+    assert turns == [("user", "Hello"), ("assistant", first), ("user", "And then?")]
+
+
+def test_an_answer_whose_page_was_left_is_kept_and_says_so(screen):
+    screen.send("Go on and on")
+    screen.answer("streaming")
+    screen.expect("article.assistant .text").not_to_have_text("")
+    screen.page.reload()
+    screen.connected()
+    answer = screen.answer("failed")
+    assert answer.locator(".text").inner_text()
+    assert answer.locator(".problem").inner_text() == "The page was left before the answer was complete."
+
+
 def test_a_conversation_can_be_cleared(screen):
     screen.set(max_tokens="5")
     screen.ask("Hello")
@@ -293,7 +316,7 @@ def test_the_keyboard_is_enough(screen):
         outlined = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outlined != "none", f"{seen[-1]} does not show that it has the focus"
         assert len(seen) < 60
-    assert {"again", "conversation", "engine-button", "theme-button", "key-button", "model"} <= set(seen)
+    assert {"again", "conversation", "engine-button", "theme-button", "model"} <= set(seen)
     press("Enter")
     page.keyboard.type("One line")
     assert focused() == "message"

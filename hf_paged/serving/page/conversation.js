@@ -48,11 +48,11 @@ const conversation = {
     this.refresh();
   },
 
-  /** What the server is sent of it. */
+  /** What the server is sent of it: the last question, and before it those that have an answer. */
   history() {
-    return this.messages
-      .filter((message) => message.content && !message.isProblem)
-      .map(({ role, content }) => ({ role, content }));
+    const { messages } = this;
+    const isSent = ({ role, content }, place) => content && !(role === "user" && messages[place + 1]?.content === "");
+    return messages.filter(isSent).map(({ role, content }) => ({ role, content }));
   },
 
   show(message) {

@@ -22,17 +22,25 @@ const at = (path) => new URL(path, HOME);
 const key = {
   value: ["sessionStorage", "localStorage"].map((store) => keep.read(store, "key")).find((kept) => typeof kept === "string") ?? "",
   waiting: null, // the promise of a key that is being typed
+  awaited: [], // whom to tell of the next key
 
   set(value, kept) {
     this.value = value;
     keep.write("sessionStorage", "key", value || null);
     keep.write("localStorage", "key", kept && value ? value : null);
+    for (const resolve of this.awaited.splice(0)) resolve();
+  },
+
+  /** Resolves once a key is typed in, wherever on the page that is. */
+  next() {
+    return new Promise((resolve) => this.awaited.push(resolve));
   },
 
   /** Opens the dialog; resolves to whether a key was typed. Whoever asks meanwhile waits for the same one. */
   ask(title = "The key of this server", problem = "") {
     this.waiting ??= new Promise((resolve) => {
       const dialog = $("key-dialog");
+      $("key-button").hidden = false; // this server wants one
       let typed = false;
       say($("key-title"), title);
       say($("key-problem"), problem);
@@ -54,13 +62,14 @@ const key = {
   },
 };
 
-/** Asks a route. Returns the response if it is 2xx; asks for a key where one is needed. */
+/** Asks a route. Returns the response if it is 2xx, with when it was asked for; asks for a key where one is needed. */
 async function ask(path, { body, signal } = {}) {
   for (;;) {
     const used = key.value;
     const headers = used ? { Authorization: `Bearer ${used}` } : {};
     if (body !== undefined) headers["Content-Type"] = "application/json";
     let response;
+    const started = performance.now(); // typing a key in does not count
     try {
       response = await fetch(at(path), {
         method: body === undefined ? "GET" : "POST",
@@ -75,7 +84,7 @@ async function ask(path, { body, signal } = {}) {
       if (signal?.aborted) throw error;
       throw new Unreachable();
     }
-    if (response.ok) return response;
+    if (response.ok) return Object.assign(response, { started });
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
     if (key.value !== used) continue; // another one was typed meanwhile
