@@ -145,8 +145,9 @@ def test_what_was_kept_of_a_visit_and_is_damaged_is_left_out(screen):
     good = {"role": "user", "content": "Still here"}
     damaged = [None, 5, {"role": "user", "content": 5}, {"role": "x", "content": "x"}, {**good, "stats": None}]
     for kept, articles in (('{"a":1}', 0), ("5", 0), ("[", 0), (json.dumps([*damaged, good]), 1)):
-        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.messages', kept)", kept)
-        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.key', kept)", '{"a":1}')
+        # Before the page's own scripts, and after what the page keeps when it is left.
+        stored = {"hf_paged.messages": kept, "hf_paged.key": '{"a":1}'}
+        screen.page.add_init_script(f"Object.assign(sessionStorage, {json.dumps(stored)})")
         screen.page.reload()
         screen.connected()
         assert screen.find("article").count() == articles, kept
