@@ -30,9 +30,6 @@ def main(arguments: list[str] | None = None) -> None:
         is_terminated = type(error) is not KeyboardInterrupt
         print(f"hf-paged: {'terminated' if is_terminated else 'interrupted'}", file=sys.stderr)
         code = exits.TERMINATED if is_terminated else exits.INTERRUPTED
-    # CPython notes an interrupt that left the `exec` of a text, as libraries make classes by, and at the end of
-    # `python -m` kills itself for it, whoever has caught it since. The next `exec` takes the note away.
-    exec("")
     sys.exit(code)
 
 

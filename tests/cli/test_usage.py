@@ -248,29 +248,12 @@ def test_a_signal_while_the_command_line_itself_is_imported_ends_it(number, code
                 signal.sigtimedwait([], 5)
 
     before = signal.getsignal(number)
-    monkeypatch.delitem(sys.modules, "hf_paged.cli.running", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_paged.cli.running")
     monkeypatch.setattr(sys, "meta_path", [Signaller(), *sys.meta_path])
     assert call("--version") == code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == f"hf-paged: {'interrupted' if code == 130 else 'terminated'}\n"
     assert signal.getsignal(number) is before
-
-
-def test_an_interrupt_that_passed_an_exec_ends_a_module_with_its_code_not_by_a_signal(tmp_path):
-    """Libraries make classes with `exec`; CPython notes the interrupt there, and at the end of `-m` kills itself."""
-    (tmp_path / "interrupted.py").write_text(
-        "from hf_paged.cli import main, running\n"
-        "def run(arguments):\n"
-        "    try:\n"
-        "        exec('raise KeyboardInterrupt')\n"
-        "    except KeyboardInterrupt:\n"
-        "        return 130\n"
-        "running.run = run\n"
-        "main([])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-m", "interrupted"], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (exits.INTERRUPTED, "")
 
 
 def test_where_ctrl_c_was_ignored_it_still_is():
