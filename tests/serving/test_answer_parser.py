@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_paged.serving.answer_parser import AnswerParser, ParsedReasoning, hidden_special_tokens
@@ -85,7 +85,7 @@ def test_special_tokens_that_no_parser_reads_are_left_out():
     assert events == [ParsedText("print(1)")]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(
         st.sampled_from(["<think>", "</think>", CALL, "<|x|>", "<|", "x|>", "a", "\n", "<tool"]), max_size=10

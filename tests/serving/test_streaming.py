@@ -205,7 +205,8 @@ def test_a_client_that_leaves_before_its_turn_frees_everything(make_server):
 
 def test_a_slow_reader_holds_up_nobody_and_gets_all(server):
     with server.connect() as slow, server.client() as client:
-        body = chat(stream=True, seed=1, max_tokens=800, ignore_eos=True, temperature=1)
+        # Greedy: a draw may fall on the other side of a rounding error where others share the steps.
+        body = chat(stream=True, max_tokens=800, ignore_eos=True, temperature=0)
         _send(slow, body)
         for _ in range(5):
             assert client.post(PATH, json=chat()).status_code == 200

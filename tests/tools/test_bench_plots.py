@@ -14,7 +14,7 @@ import pytest
 from benchmarks.cpu import summary
 from benchmarks.cpu.peers import PEERS
 from benchmarks.serving import compare
-from hf_paged.cli import main
+from hf_paged.cli import exits, main
 from hf_paged.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 from hf_paged.generation.stats import EngineStats
 from hf_paged.tools.bench import comparison, concurrency, kernels, memory, plots, serve, start, step
@@ -408,8 +408,8 @@ def test_an_unknown_picture_lists_those_that_there_are(tmp_path: Path):
         check_target(tmp_path / "a.png", "memory", "nonsense")
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command line says before it measures anything."""
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """What the command line says before it measures anything, and ends with a code."""
 
     def measure(*words: Any) -> None:
         raise AssertionError("it was measured")
@@ -417,7 +417,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr("hf_paged.tools.bench.session.run_benchmark", measure)
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words])
-    assert ended.value.code == 1
+    assert ended.value.code == code
     return capsys.readouterr().err
 
 
@@ -432,9 +432,10 @@ def test_what_prevents_a_picture_is_said_before_the_measurement(
         (["--picture", "cats"], "available: speed, latency, memory, pool"),
         (["--json", str(tmp_path / "file" / "a.json")], "`--json` names"),
     ):
-        assert message in refused(monkeypatch, capsys, "throughput", *words)
+        assert message in refused(monkeypatch, capsys, exits.WRONG_USAGE, "throughput", *words)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'hf-paged[bench]'" in refused(monkeypatch, capsys, "step", "--plot", str(tmp_path / "a.png"))
+    said = refused(monkeypatch, capsys, exits.FAILED, "step", "--plot", str(tmp_path / "a.png"))
+    assert "pip install 'hf-paged[bench]'" in said
     assert not (tmp_path / "a.png").exists()
 
 

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_paged.serving.tool_parsers import (
@@ -64,7 +64,7 @@ def _maker(name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(text=ANYTHING, places=PLACES)
 def test_how_the_text_is_cut_does_not_matter(name, text, places):
     events = assert_cuts_do_not_matter(MAKERS[name], text, places)
@@ -75,7 +75,7 @@ def test_how_the_text_is_cut_does_not_matter(name, text, places):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=CALLS, content=st.sampled_from(["", "Let me see.\n", "a < b, [1], {2}: "]), places=PLACES)
 def test_calls_that_are_well_formed_come_out_as_they_were_written(name, calls, content, places):
     write, after_text = WRITERS[name]
@@ -90,7 +90,7 @@ def test_calls_that_are_well_formed_come_out_as_they_were_written(name, calls, c
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=CALLS, end=st.integers(0, 10_000))
 def test_an_answer_that_is_cut_off_keeps_the_calls_that_had_begun(name, calls, end):
     text = WRITERS[name][0](calls)
@@ -103,7 +103,7 @@ def test_an_answer_that_is_cut_off_keeps_the_calls_that_had_begun(name, calls, e
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text("abc<[{|T/( \n", min_size=1, max_size=60))
 def test_text_is_held_back_only_while_it_may_become_a_call(name, text):
     parser = MAKERS[name]()

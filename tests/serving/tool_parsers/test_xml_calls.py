@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from hf_paged.serving.tool_parsers import ParsedArguments, ParsedCallStart, ParsedText, get_tool_parser
 
@@ -25,7 +25,7 @@ def _read(text, properties=None, places=(3, 7)):
     return assert_cuts_do_not_matter(lambda: QWEN(functions), text, places)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(arguments=ARGUMENTS, places=PLACES)
 def test_arguments_come_out_as_they_were_written(arguments, places):
     properties = {key: {"type": "string"} for key, value in arguments.items() if isinstance(value, str)}
