@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
@@ -145,8 +146,18 @@ def test_hostile_answers_take_linear_time(name):
         if opening and is_pythonic != opening.startswith("["):
             continue
         text = "".join(MAKERS[name]().opens[:1]) + opening + text * (100_000 // len(text))
-        slowest = max(slowest, min(_seconds(name, text) for _ in range(3)))  # other processes slow down even CPU time
+        slowest = max(slowest, _fastest(name, text))
     assert slowest < 1  # something quadratic takes minutes
+
+
+def _fastest(name: str, text: str) -> float:
+    """Other processes slow down even CPU time, up to twofold where two share a core: whoever is in time once, is."""
+    fastest = math.inf
+    for _ in range(10):
+        fastest = min(fastest, _seconds(name, text))
+        if fastest < 1:
+            break
+    return fastest
 
 
 def _seconds(name: str, text: str) -> float:
