@@ -1,0 +1,5 @@
+"""Checkpoints with quantized weights: one file a format, one registry (`FORMATS`), one module (`QuantizedLinear`)."""
+
+from __future__ import annotations
+
+from . import awq, compressed_tensors, fp8, gptq  # noqa: F401: each registers its formats
