@@ -50,7 +50,7 @@ def read_headers(files: Iterable[str]) -> dict[str, TensorInfo]:
 def _safetensors_header(file: str) -> dict[str, TensorInfo]:
     found = {}
     with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118: it is no dictionary
+        for name in list(tensors.keys()):
             part = tensors.get_slice(name)
             dtype = part.get_dtype()
             if dtype not in _DTYPES:

@@ -136,7 +136,8 @@ class CompressedTensorsFormat(CheckpointFormat):
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(
-                f"The `quantization_config` of method {METHOD!r} has no `config_groups`, which say how weights are stored."
+                f"The `quantization_config` of method {METHOD!r} has no `config_groups`, which say how weights are "
+                "stored."
             )
         for pattern in (
             *self._ignored,
@@ -168,7 +169,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern names a module: `re:` and a regular expression from its beginning, its name, or an end of it."""
+    """Whether a pattern names a module: by `re:` and a regular expression, by its name, or by an end of that."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     pattern = pattern.removesuffix(".linear")  # of a linear wrapped in another module
@@ -200,6 +201,6 @@ def _linear_format(name: str, group: Mapping[str, Any], layout: str | None) -> L
         return ScaledLinear("compressed-tensors, FP8", (torch.float8_e4m3fn,), block=blocks)
     raise NotSupportedError(
         f"`config_groups.{name}` of method {METHOD!r} (format {layout!r}, type {kind!r}, {bits} bits, strategy "
-        f"{strategy!r}) is not built. Built are pack-quantized int4 and int8, int-quantized int8 and float-quantized FP8 "
-        "by tensor, channel, group (packed) or block (FP8)."
+        f"{strategy!r}) is not built. Built are pack-quantized int4 and int8, int-quantized int8 and float-quantized "
+        "FP8 by tensor, channel, group (packed) or block (FP8)."
     )

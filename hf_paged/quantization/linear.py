@@ -68,4 +68,5 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns what `print(model)` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.format}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, {self.format}"

@@ -146,8 +146,8 @@ def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping
         count += 1
     if not count:
         raise CheckpointError(
-            f"config.json says that the checkpoint is quantized ({type(format).__name__}), and its files hold no packed "
-            f"tensor for any of the model's {len(linears)} linears: it belongs to another checkpoint."
+            f"config.json says that the checkpoint is quantized ({type(format).__name__}), and its files hold no "
+            f"packed tensor for any of the model's {len(linears)} linears: it belongs to another checkpoint."
         )
 
 
