@@ -1,4 +1,4 @@
-"""What is wrong with a quantized checkpoint is said before anything runs: the tensor, what was expected, what is there."""
+"""What is wrong with a quantized checkpoint is said at once: the tensor, what was expected, what is there."""
 
 from __future__ import annotations
 
