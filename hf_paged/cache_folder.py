@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
+
+from .errors import ConfigurationError
 
 
 def cache_folder() -> Path:
@@ -24,3 +27,21 @@ def cache_folder() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that relative paths are to be ignored.
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "hf_paged"
+
+
+def writable_cache_folder() -> Path:
+    """Returns the user's cache folder, made if it was not there.
+
+    Raises:
+        ConfigurationError: If it cannot be written.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigurationError(
+            f"The cache folder {str(folder)!r} cannot be written ({error.strerror or error}); let HF_PAGED_CACHE name "
+            "one that can."
+        ) from None

@@ -18,7 +18,6 @@ _UNBUILT = {
     "compilation_config": "a compilation configuration",
     "cpu_offload_gb": "weights offloaded to the CPU",
     "data_parallel_size": "data parallelism",
-    "cudagraph_capture_sizes": "a list of graph sizes by that name (`cuda_graph_sizes` here)",
     "enable_expert_parallel": "expert parallelism",
     "enable_lora": "an adapter per request",
     "hf_overrides": "overrides of the model's configuration",
@@ -35,6 +34,8 @@ _UNBUILT = {
     "tool_parser_plugin": "tool parsers of one's own",
     "tool_server": "tools that the server calls",
 }
+# Name -> what the same is called here.
+RENAMED = {"cudagraph_capture_sizes": "cuda_graph_sizes"}
 # Names that vLLM no longer has, or has no need of here -> what to do instead.
 FORMER = {
     "enable_reasoning": "`--reasoning-parser NAME` alone turns reasoning on",
@@ -103,7 +104,7 @@ SWITCHES = frozenset(
 
 def names_of_vllm() -> list[str]:
     """Returns the names that `take_vllm_names` takes."""
-    return sorted({*_UNBUILT, *_HARMLESS})
+    return sorted({*_UNBUILT, *_HARMLESS, *RENAMED})
 
 
 def take_vllm_names(kwargs: dict[str, Any], shown: Callable[[str], str] = "`{}`".format) -> None:
@@ -117,10 +118,15 @@ def take_vllm_names(kwargs: dict[str, Any], shown: Callable[[str], str] = "`{}`"
 
     Raises:
         NotSupportedError: If one asks for something that is not built.
+        ConfigurationError: If one has another name here.
     """
     for name in list(kwargs):
         value = kwargs[name]
-        if name in _UNBUILT:
+        if name in RENAMED and value is not None:
+            raise ConfigurationError(f"{shown(name)} of vLLM is {shown(RENAMED[name])} here, got {value!r}; give that.")
+        if name in RENAMED:
+            del kwargs[name]
+        elif name in _UNBUILT:
             if value is True or value not in _OFF:
                 got = "" if value is True else f", got {value!r}"
                 raise NotSupportedError(f"{shown(name)} ({_UNBUILT[name]}) is not built yet{got}; leave it out.")

@@ -76,7 +76,7 @@ def _constructor_arguments(cls: type) -> list[str] | None:
 
 def _is_command(function: Any) -> bool:
     """Whether the command line shows the docstring as help, and documents each argument beside its annotation."""
-    return function.__module__.startswith("hf_paged.cli.")
+    return function.__module__.startswith("hf_paged.cli.") and "Args:" not in (function.__doc__ or "")
 
 
 def _complaints_about(name: str, doc: str | None, expected: list[str] | None, inherited: bool = False) -> Iterator[str]:

@@ -108,24 +108,6 @@ def test_the_make_targets_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_that_a_page_names_exist(page):
-    from typer.main import get_command
-
-    from hf_paged.cli.app import app
-
-    command = get_command(app)
-    for words in re.findall(r"(?:`|^)hf-paged ([a-z][\w-]*)", page.read_text(encoding="utf-8"), re.MULTILINE):
-        assert words in command.commands, f"{page.name} names `hf-paged {words}`"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_files_that_a_page_links_to_exist(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_compiles_and_imports_only_what_is_exported(page):
     for block in _code_blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):

@@ -313,6 +313,11 @@ def test_settings_of_vllm_that_are_not_built_are_refused_by_name(model, name, va
         LLM(model, tokenizer=TOKENIZER, **{name: value})
 
 
+def test_a_setting_of_vllm_that_is_called_otherwise_here_is_refused_with_its_name(model):
+    with pytest.raises(ConfigurationError, match=r"`cudagraph_capture_sizes` of vLLM is `cuda_graph_sizes` here"):
+        LLM(model, tokenizer=TOKENIZER, cudagraph_capture_sizes=[1, 8])
+
+
 def test_settings_of_vllm_that_change_nothing_are_accepted(model):
     LLM(model, tokenizer=TOKENIZER, disable_log_stats=True, swap_space=4, tokenizer_mode="auto", enable_lora=False)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_paged.cache_folder import cache_folder
+from hf_paged.tools.bench.plots import plot_where_possible
 from hf_paged.tools.bench.report import log_console, output_console
 from hf_paged.tools.bench.workloads import TextTokens, Workload, build_workload
 from hf_paged.tools.packaged_model import packaged_model_path
@@ -21,7 +22,6 @@ from hf_paged.tools.packaged_model import packaged_model_path
 from .costs import model_costs
 from .driver import ROOT, Place, prepare_all, run_rounds
 from .peers import PEERS, Peer
-from .plot import plot
 from .store import RunStore, read_json, write_json
 from .summary import machine_medians, print_summary, print_targets, summarize
 from .targets import STEP_CONTEXT, STEP_REQUESTS, all_targets
@@ -201,13 +201,9 @@ def report(
     print_targets(console, targets)
     path = arguments.json or store.folder / "bench_cpu.json"
     content = {"begun": store.run["begun"], "settings": store.run["settings"], "machine": machine, "rows": rows}
-    write_json(path, content | {"targets": [t.to_dict() for t in targets], "unavailable": unavailable})
-    caption = f"{machine['processor']}; {place.model.name} in bf16; medians of {arguments.rounds} alternating rounds"
-    try:
-        plot(rows, f"{caption}; reads {machine['read_bandwidth'] / 1e9:.0f} GB/s", arguments.plot)
-        console.print(f"written: {path}, {arguments.plot}", highlight=False, markup=False)
-    except ImportError as error:
-        console.print(f"written: {path}; no plot: {error} (pip install '.[bench]')", highlight=False, markup=False)
+    content |= {"targets": [t.to_dict() for t in targets], "unavailable": unavailable}
+    write_json(path, content)
+    console.print(f"written: {path}, {plot_where_possible(content, arguments.plot)}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python -m benchmarks.serving.compare --rounds 1 --loads burst --peers hf_paged,v
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from hf_paged.tools.bench.machine import processor_info
+from hf_paged.tools.bench.plots import plot_where_possible
 from hf_paged.tools.bench.report import log_console, output_console, write_json
 from hf_paged.tools.bench.workloads import mixed_lengths
 from hf_paged.tools.packaged_model import packaged_model_path
@@ -78,12 +79,16 @@ def main() -> None:
     targets = all_targets(medians)
     for target in targets:
         console.print(target.describe(), highlight=False, markup=False)
-    content = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "cores": sorted(os.sched_getaffinity(0)), "starts": starts}
+    content = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "processor": processor_info()["processor"],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "starts": starts,
+    }
     content |= {"results": results, "medians": medians, "targets": [target.to_dict() for target in targets]}
     write_json(arguments.results / "compare.json", content)
-    with contextlib.suppress(ImportError):
-        plot(medians, results, arguments.results / "compare.png")
-    console.print(f"written: {arguments.results}/compare.json, compare.png", highlight=False, markup=False)
+    picture = plot_where_possible(content, arguments.results / "compare.png")
+    console.print(f"written: {arguments.results}/compare.json, {picture}", highlight=False, markup=False)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -226,43 +231,6 @@ def all_targets(medians: dict[str, Any]) -> list[Target]:
         for load in ("burst", "poisson", "crowd")
     ]
     return [target for target in targets if target.what.split(":")[0] in medians]
-
-
-def plot(medians: dict[str, Any], results: Results, path: Path) -> None:
-    """Draws a panel for each load and figure: a bar for each server, a dot for each round.
-
-    Args:
-        medians (`dict[str, Any]`):
-            By load and peer.
-        results (`Results`):
-            Every round.
-        path (`Path`):
-            The file.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = ("output_throughput", "p99_ttft_ms", "p99_itl_ms")
-    figure, axes = pyplot.subplots(len(medians), len(shown), figsize=(12, 2 * len(medians) + 1), squeeze=False)
-    for row, (load, by_peer) in zip(axes, medians.items(), strict=True):
-        for axis, name in zip(row, shown, strict=True):
-            colors = ["tab:orange" if peer == OURS else "tab:gray" for peer in by_peer]
-            axis.barh(range(len(by_peer)), [found[name] for found in by_peer.values()], color=colors)
-            for height, peer in enumerate(by_peer):
-                runs = [run[name] for run in results[load][peer]]
-                axis.plot(runs, [height] * len(runs), ".", color="black", markersize=4)
-            axis.set_yticks(range(len(by_peer)), list(by_peer), fontsize=8)
-            axis.invert_yaxis()
-            axis.set_title(f"{load}: {FIGURES[name]}", fontsize=9)
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

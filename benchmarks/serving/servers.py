@@ -43,11 +43,17 @@ class Command:
             The command.
         variables (`dict[str, str]`):
             All environment variables.
+        ready (`str`, defaults to `"/health"`):
+            The path that is answered with 200 once it is ready.
+        port_variable (`str`, *optional*):
+            The environment variable that names the port; by default the flag `--port` does.
     """
 
     title: str
     words: tuple[str, ...]
     variables: dict[str, str]
+    ready: str = "/health"
+    port_variable: str | None = None
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -217,14 +223,15 @@ def serving(command: Command, log: Path, *, timeout: float = START_TIMEOUT) -> I
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
+    named = {command.port_variable: str(port)} if command.port_variable else {}
     begin = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command.words, "--port", str(port)],
+            command.words if named else [*command.words, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(command.variables),
+            env=command.variables | named,
             start_new_session=True,
         )
     server = RunningServer(f"http://127.0.0.1:{port}", process, log, 0.0)
@@ -239,7 +246,7 @@ def serving(command: Command, log: Path, *, timeout: float = START_TIMEOUT) -> I
 def _wait(server: RunningServer, command: Command, end: float) -> None:
     while True:
         with contextlib.suppress(OSError):
-            if server.get("/health", timeout=2.0)[0] == 200:
+            if server.get(command.ready, timeout=2.0)[0] == 200:
                 return
         status = server.process.poll()
         if status is not None or time.perf_counter() > end:

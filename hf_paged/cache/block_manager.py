@@ -178,6 +178,10 @@ class BlockManager:
         """
         return self.pools[group].ref_counts[block_id] - self._copy_sources[group].get(block_id, 0)
 
+    def tables(self) -> list[tuple[Request, list[list[int]]]]:
+        """Returns whoever holds blocks, with its blocks by layer group, in token order. Not to be changed."""
+        return [(table.request, table.block_ids) for table in list(self._tables.values())]
+
     # --- statistics --------------------------------------------------------------------------------------------
 
     @property

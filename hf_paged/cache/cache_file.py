@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import CacheFileError
+from ..errors import CacheFileError, ConfigurationError
 
 _FORMAT = "hf_paged.PagedCache"
 _VERSION = "1"
@@ -159,12 +159,14 @@ def read_cache_file(path: str | os.PathLike, device: str | torch.device = "cpu")
 
     Raises:
         CacheFileError: If it is something else, is damaged, or is of another version.
+        ConfigurationError: If the device cannot be used here.
         FileNotFoundError: If there is none.
     """
+    place = _usable(device)
     if Path(path).is_dir():
         raise CacheFileError(f"{path} is a folder; give the file that `PagedCache.save` has written.")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device=place) as file:
             metadata = file.metadata() or {}
             _check_kind(path, metadata)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
@@ -177,6 +179,21 @@ def read_cache_file(path: str | os.PathLike, device: str | torch.device = "cpu")
         raise
     except ValueError as error:
         raise CacheFileError(f"{path} contradicts itself: {error}.") from error
+
+
+def _usable(device: str | torch.device) -> str:
+    """A device as safetensors calls it; found out before the file is read, whose errors would be about the file."""
+    try:
+        checked = torch.device(device)
+        torch.zeros(1, device=checked)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ImportError) as error:
+        raise ConfigurationError(
+            f"`device` {str(device)!r} cannot be used here: {str(error).partition(chr(10))[0].rstrip('.')}. Give the "
+            "model's own (`model.device`), or leave it out for the CPU."
+        ) from error
+    if checked.type == "meta":
+        raise ConfigurationError("`device` 'meta' holds no values; give the model's own, or leave it out for the CPU.")
+    return "cpu" if checked.type == "cpu" else str(checked)
 
 
 def _check_kind(path: str | os.PathLike, metadata: dict[str, str]) -> None:

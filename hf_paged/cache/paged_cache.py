@@ -244,6 +244,7 @@ class PagedCache(Cache):
 
         Raises:
             CacheFileError: If the file is something else, is damaged, or is of another version of the format.
+            ConfigurationError: If the device cannot be used here.
             FileNotFoundError: If there is none.
         """
         contents = read_cache_file(path, device)

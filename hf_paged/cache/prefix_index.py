@@ -97,9 +97,14 @@ def extend_block_hashes(
 
 
 class PrefixIndex:
-    """Finds the full blocks of one layer group by content. One block per hash, one hash per block."""
+    """Finds the full blocks of one layer group by content. One block per hash, one hash per block.
+
+    `marks` says the same as `in` for all blocks at once, for whoever looks at the pool: a byte for each, 1 if it
+    carries a hash. Blocks beyond its end carry none.
+    """
 
     def __init__(self) -> None:
+        self.marks = bytearray()
         self._block_ids: dict[bytes, int] = {}
         self._hashes: dict[int, BlockHash] = {}
 
@@ -159,6 +164,9 @@ class PrefixIndex:
             return False
         self._block_ids[block_hash.digest] = block_id
         self._hashes[block_id] = block_hash
+        if block_id >= len(self.marks):
+            self.marks.extend(bytes(block_id + 1 - len(self.marks)))
+        self.marks[block_id] = 1
         return True
 
     def forget(self, block_id: int) -> None:
@@ -171,8 +179,10 @@ class PrefixIndex:
         block_hash = self._hashes.pop(block_id, None)
         if block_hash is not None:
             del self._block_ids[block_hash.digest]
+            self.marks[block_id] = 0
 
     def clear(self) -> None:
         """Drops all hashes."""
+        self.marks = bytearray()
         self._block_ids.clear()
         self._hashes.clear()

@@ -6,28 +6,19 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process.
+    """Runs the command line and ends the process with one of the codes of `exits.py`.
 
-    Exit codes: 0 done, 1 failed (two lines on stderr; the traceback only with `--debug`), 2 wrong usage, 130 Ctrl-C.
+    An error is two lines on stderr: what is wrong, and the way out. The traceback comes only with `--debug`, which is
+    understood anywhere on the line.
 
     Args:
         arguments (`list[str]`, *optional*):
             Instead of those of the process.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # It is understood before and after the verb, hence not left to the parser.
-    debug = "--debug" in arguments
-    from .app import app
+    from .interrupts import handled
 
-    try:
-        app(args=[argument for argument in arguments if argument != "--debug"], prog_name="hf-paged")
-    except KeyboardInterrupt:
-        print("hf-paged: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if debug:
-            raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"hf-paged: {message}", file=sys.stderr)
-        print(f"({type(error).__name__}; run it again with --debug for the traceback)", file=sys.stderr)
-        sys.exit(1)
+    with handled():  # before anything else is imported, which takes a moment
+        from .running import run
+
+        code = run(sys.argv[1:] if arguments is None else list(arguments))
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""`python -m hf_paged.cli`, where the `hf-paged` script is not on the path."""
+"""`python -m hf_paged.cli`: the same as `hf-paged`."""
 
 from . import main
 

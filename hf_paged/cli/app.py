@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .bench import app as bench_app
-from .demo import demo
-from .info import info
+from . import bench, chat, complete, demo, env, generate, info, run_batch, serve, transformers_serve
+from .examples import examples
+from .exits import MEANINGS
+from .help import Command, style
 from .logs import send_logs_to_stderr
-from .run_batch import PASS_ON as PASS_TO_ENGINE
-from .run_batch import run_batch
-from .serve import PASS_ON as PASS_TO_SERVER
-from .serve import serve
-from .transformers_serve import PASS_ON, transformers_serve
+
+_EXIT_CODES = "Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
+# Flags may be written with underscores.
+_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "max_content_width": 120,
+}
 
 app = typer.Typer(
     help="A paged K/V cache and continuous batching for Hugging Face Transformers models.",
+    epilog=f"{_EXIT_CODES}\n\n{examples('hf-paged --version', 'hf-paged chat --help')}",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=style(),
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_SETTINGS,
 )
-app.command()(demo)
-app.add_typer(bench_app, name="bench")
-app.command()(info)
-app.command(context_settings=PASS_TO_SERVER)(serve)
-app.command(context_settings=PASS_TO_ENGINE)(run_batch)
-app.command(context_settings=PASS_ON)(transformers_serve)
+app.command(epilog=chat.EXAMPLES, cls=Command)(chat.chat)
+app.command(epilog=complete.EXAMPLES, cls=Command)(complete.complete)
+app.command(epilog=generate.EXAMPLES, cls=Command)(generate.generate)
+app.command(context_settings=serve.PASS_ON, cls=serve.Command)(serve.serve)
+app.command(context_settings=run_batch.PASS_ON, epilog=run_batch.EXAMPLES, cls=run_batch.Command)(run_batch.run_batch)
+app.command(context_settings=transformers_serve.PASS_ON, epilog=transformers_serve.EXAMPLES, cls=Command)(
+    transformers_serve.transformers_serve
+)
+app.add_typer(bench.app, name="bench")
+app.command(epilog=info.EXAMPLES, cls=Command)(info.info)
+app.command(epilog=demo.EXAMPLES, cls=Command)(demo.demo)
+app.command(epilog=env.EXAMPLES, cls=Command)(env.env)
 
 
 def _print_version(wanted: bool) -> None:

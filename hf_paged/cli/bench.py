@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import ConfigurationError, UnknownNameError
 from ..tools.bench import BENCHMARK_HELP
+from . import exits
+from .examples import examples
+from .help import Command, command_with, flags_of, style
+from .usage import UsageError, refuse_unknown
 
-app = typer.Typer(help="Measure speed and memory, alone or beside stock Transformers.", no_args_is_help=True)
+PLOT_HELP = "Draw the figures into a file: .png, .svg or .pdf. Needs matplotlib (the extra `bench`)."
+PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wrong name lists what there is."
+
+app = typer.Typer(
+    help="Measure speed and memory, alone or beside stock Transformers.",
+    epilog=examples("hf-paged bench latency --runs 1 --count 2"),
+    no_args_is_help=True,
+    rich_markup_mode=style(),
+)
+
+
+@contextlib.contextmanager
+def _wrong_usage() -> Iterator[None]:
+    """A picture or a file that cannot be is a mistake in the flags."""
+    try:
+        yield
+    except (ConfigurationError, UnknownNameError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _make_command(name: str) -> Callable[..., None]:
@@ -27,7 +50,22 @@ def _make_command(name: str) -> Callable[..., None]:
         count: Annotated[int | None, typer.Option(min=1, help="Another number of requests.")] = None,
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
+        plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
+        picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
     ) -> None:
+        from ..tools.bench.plots import check_target, check_writable, choose_picture, plot_report
+
+        # Before the measurement, and before torch is loaded for it.
+        with _wrong_usage():
+            choose_picture(name, picture)
+            if plot is not None:
+                check_target(plot)
+            if json is not None:
+                check_writable(json, "--json")
+        if model is not None:
+            from ..serving.preflight import check_model
+
+            check_model(model)
         from ..configuration import PagedConfig
         from ..tools.bench.report import log_console, output_console, write_json
         from ..tools.bench.session import BenchOptions, run_benchmark
@@ -48,17 +86,57 @@ def _make_command(name: str) -> Callable[..., None]:
         report.print(output_console())
         if json is not None:
             write_json(json, report.to_dict())
+        if plot is not None:
+            plot_report(report.to_dict(), plot, picture)
+            log.print(f"written: {plot}", highlight=False, markup=False)
 
     return command
 
 
 for _name, _help in BENCHMARK_HELP.items():
-    app.command(_name, help=_help)(_make_command(_name))
+    app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
+        _make_command(_name)
+    )
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(
+    "plot",
+    epilog=examples(
+        "hf-paged bench latency --runs 1 --count 2 --json latency.json", "hf-paged bench plot latency.json"
+    ),
+    cls=Command,
+)
+def plot(
+    report: Annotated[Path, typer.Argument(metavar="FILE.json", help="What `--json` or `--save-result` wrote.")],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"{PLOT_HELP} By default a PNG beside the report.")
+    ] = None,
+    picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
+) -> None:
+    """Draw the figures of an earlier measurement; nothing is measured."""
+    from ..tools.bench.plots import plot_file
+
+    with _wrong_usage():
+        written = plot_file(report, plot, picture)
+    typer.echo(f"written: {written}", err=True)
+
+
+def _serve_flags() -> list[tuple[str, str]]:
+    from ..tools.bench.serve_settings import make_parser
+
+    return flags_of(make_parser())
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    cls=command_with(_serve_flags),
+)
 def serve(context: typer.Context) -> None:
     """Load for a running server, ours or any that speaks OpenAI's API; flags as of `vllm bench serve`."""
+    if {"-h", "--help"} & set(context.args):
+        typer.echo(serve_help())
+        return
+    refuse_unknown(context.args, [name for name, _ in _serve_flags()])
     from ..serving.process_list import hide
     from ..tools.bench.report import log_console, output_console
     from ..tools.bench.serve import print_result, run_serve_benchmark, write_files
@@ -73,4 +151,12 @@ def serve(context: typer.Context) -> None:
     if written:
         log_console().print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False)
     if not run.result["completed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(exits.FAILED)
+
+
+def serve_help() -> str:
+    """Returns the help of `hf-paged bench serve`."""
+    from ..tools.bench.serve_settings import make_parser
+
+    load = "--port 8000 --num-prompts 16 --input-len 32 --output-len 16"
+    return f"{make_parser().format_help()}\n{examples(f'hf-paged bench serve {load}')}"

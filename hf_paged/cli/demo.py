@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from .examples import examples
+
+EXAMPLES = examples("hf-paged demo --print-model-path", "hf-paged demo --json figures.json")
+
 
 def demo(
     model: Annotated[
@@ -23,6 +27,10 @@ def demo(
 
         typer.echo(str(packaged_model_path()))
         return
+    if model is not None:
+        from ..serving.preflight import check_model
+
+        check_model(model)
     from ..tools.demo import run_demo
     from .logs import quiet_transformers
 

@@ -8,8 +8,19 @@ from typing import Annotated
 
 import typer
 
+from . import exits
+from .examples import examples
+from .help import command_with, flags_of_servers
+from .usage import UsageError
+
 # The flags of a server's model and engine are looked at by the server's own parser.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_OWN = ("--input-file", "--output-file", "--overwrite", "--max-in-flight", "--json")
+Command = command_with(flags_of_servers)
+EXAMPLES = examples(
+    'echo \'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"Hi"}}\' > requests.jsonl',
+    "hf-paged run-batch --demo -i requests.jsonl -o answers.jsonl --overwrite",
+)
 
 
 def run_batch(
@@ -32,22 +43,23 @@ def run_batch(
     /v1/completions, /v1/responses or /v1/messages; answers come in their order. A line's `model` is left out, or is
     MODEL as it stands here (or a --served-model-name): any other is that line's error.
 
-    A line that fails gets an entry that says why, and the others go on. The summary counts errors by their code. The
-    exit code is 0 unless no line at all was answered, which is 1.
+    A line that fails gets an entry that says why, and the others go on; the exit code is 1 then. The summary counts
+    errors by their code.
     """
-    from ..serving.command_line import UsageError, parse_settings
+    from ..errors import HfPagedError
+    from ..serving.command_line import parse_settings
     from ..tools.run_batch import run_batch as run
     from .logs import quiet_transformers
 
     try:
-        settings = parse_settings(context.args, prog="hf-paged run-batch")
-    except UsageError as error:
-        raise typer.BadParameter(str(error)) from None
+        settings = parse_settings(context.args, prog="hf-paged run-batch", also=_OWN)
+    except HfPagedError as error:
+        raise UsageError(str(error)) from None
     if settings.model is None and not settings.demo:
-        raise typer.BadParameter("name a MODEL (a folder or a name on the Hub), or give --demo.")
+        raise UsageError("name a MODEL (a folder or a name on the Hub), or give --demo.")
     quiet_transformers()
     summary = run(settings, input_file, output_file, overwrite=overwrite, max_in_flight=max_in_flight)
     text = json_format.dumps(dataclasses.asdict(summary)) if json else summary.describe()
     typer.echo(text, err=output_file == "-")
-    if summary.failed and not summary.succeeded:
-        raise typer.Exit(1)
+    if summary.failed:
+        raise typer.Exit(exits.FAILED)

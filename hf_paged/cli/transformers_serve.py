@@ -6,6 +6,10 @@ from typing import Annotated
 
 import typer
 
+from .examples import examples
+
+EXAMPLES = examples("hf-paged transformers-serve --stock-help")
+
 # Everything that is not ours goes to Transformers' command, options included.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -19,7 +23,7 @@ def transformers_serve(
         bool, typer.Option("--stock-help", help="Print the options of `transformers serve`.")
     ] = False,
 ) -> None:
-    """Run `transformers serve [MODEL] [OPTIONS]` with its chat requests on the paged engine, all at the same time."""
+    """Run `transformers serve MODEL` with its chat requests on the paged engine, all at the same time."""
     from ..tools.transformers_serve import serve
 
     serve(["--help"] if stock_help else context.args, paged_config)

@@ -25,7 +25,7 @@ class StopStringMatcher:
         self.matched: str | None = None
         self._stop = tuple(stop)
         self._include = include
-        self._beginnings = {text[:length] for text in stop for length in range(1, len(text))}
+        self._first = frozenset(text[0] for text in stop)
         self._longest = max((len(text) for text in stop), default=0)
         self._held = ""
 
@@ -76,6 +76,9 @@ class StopStringMatcher:
     def _num_held(self, text: str) -> int:
         """Returns the length of the longest end of the text that could begin a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-length:] in self._beginnings:
+            if text[-length] in self._first and self._begins_a_stop(text[-length:]):
                 return length
         return 0
+
+    def _begins_a_stop(self, end: str) -> bool:
+        return any(len(stop) > len(end) and stop.startswith(end) for stop in self._stop)

@@ -41,6 +41,7 @@ def main(
     arguments: Sequence[str] | None = None,
     prog: str = "python -m hf_paged.serving.api_server",
     demo_model: Callable[[], tuple[str, str]] | None = None,
+    debug: bool = False,
 ) -> int:
     """Serves until a signal comes.
 
@@ -51,6 +52,8 @@ def main(
             What `--help` calls the program.
         demo_model (`Callable[[], tuple[str, str]]`, *optional*):
             Fetches the model of `--demo`: its folder and its name.
+        debug (`bool`, defaults to `False`):
+            Whether a failure shows its traceback, as it does with `--log-level debug`.
 
     Returns:
         `int`: The exit code.
@@ -79,7 +82,7 @@ def main(
     except Exception as error:
         # Whatever a checkpoint, a hub or a disk has against us is one line, not thirty.
         print(f"hf-paged: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        if settings.log_level == "debug":
+        if debug or settings.log_level == "debug":
             traceback.print_exception(error)
         elif not isinstance(error, HfPagedError):
             print(f"({type(error).__name__}; --log-level debug shows where)", file=sys.stderr)
@@ -172,6 +175,8 @@ def _announce(service: Service, address: str, seconds: float) -> None:
         f"Try: {_example(service, address)}",
         flush=True,
     )
+    if settings.page and settings.uds is None:
+        print(f"Page: {address}/", flush=True)
 
 
 def _example(service: Service, address: str) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..errors import HfPagedError
-from . import chat, completions, messages, metrics, models, responses, status, tokenization
+from . import chat, completions, engine_events, messages, metrics, models, page, responses, status, tokenization
 from .access_log import QUIET_ROUTES, AccessLogMiddleware
 from .background import run_in_background
 from .errors import ApiError, to_api_error
@@ -25,7 +25,7 @@ from .middleware.bodies import BodyMiddleware
 from .middleware.draining import DrainingMiddleware, Work
 from .middleware.errors import ErrorMiddleware
 from .middleware.hosts import HostMiddleware
-from .middleware.keys import KeyMiddleware
+from .middleware.keys import OPEN_PATHS, KeyMiddleware
 from .middleware.request_id import RequestIdMiddleware
 from .protocol.common import invalid_body
 from .service import Service
@@ -66,6 +66,10 @@ def make_app(service: Service) -> FastAPI:
     app.state.work = work
     for module in _ROUTERS:
         app.include_router(module.router)
+    if settings.page:
+        app.state.watchers = engine_events.watchers_of(service)
+        app.include_router(page.router)
+        app.include_router(engine_events.router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -93,7 +97,9 @@ def _layers(settings: ServerSettings, service: Service, work: Work) -> list[Midd
     if settings.allowed_hosts is not None:
         layers.append(Middleware(HostMiddleware, hosts=settings.allowed_hosts))
     if settings.api_key:
-        layers.append(Middleware(KeyMiddleware, keys=settings.api_key, root_path=settings.root_path))
+        # The page holds nothing but a place to type a key in.
+        opened = OPEN_PATHS | {"/"} if settings.page else OPEN_PATHS
+        layers.append(Middleware(KeyMiddleware, keys=settings.api_key, root_path=settings.root_path, open_paths=opened))
     return [
         *layers,
         Middleware(DrainingMiddleware, work=work),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigurationError
-from ..vllm_names import FORMER, SWITCHES, names_of_vllm, take_vllm_names
+from ..vllm_names import FORMER, RENAMED, SWITCHES, names_of_vllm, take_vllm_names
 from .settings import GROUPS, ServerSettings, flag, help_texts, value_type
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ class UsageError(ConfigurationError):
 
 
 def parse_settings(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, prog: str | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    prog: str | None = None,
+    also: Sequence[str] = (),
 ) -> ServerSettings:
     """Returns the settings that a command line, the environment and a file say. `--help` ends the process.
 
@@ -51,21 +54,42 @@ def parse_settings(
             Instead of the process's own.
         prog (`str`, *optional*):
             What `--help` calls the program.
+        also (`Sequence[str]`, defaults to none):
+            Flags that somebody else has read, to be suggested for a misspelled one.
+
+    Raises:
+        UsageError: Says which flag, key or variable is wrong, and what was probably meant.
+        NotSupportedError: If something was asked for that is not built yet.
+    """
+    parser = make_parser(prog)
+    given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
+    if unknown:
+        _refuse_unknown(
+            unknown[0], [*also, *(option for action in parser._actions for option in action.option_strings)]
+        )
+    flags = {name: value for name, value in vars(given).items() if value is not None}
+    if given.model_option is not None:
+        if given.model is not None and given.model != given.model_option:
+            raise UsageError(f"MODEL is {given.model!r} and `--model` is {given.model_option!r}; give one of them.")
+        flags["model"] = given.model_option
+    return make_settings(flags, environment)
+
+
+def make_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ServerSettings:
+    """Returns the settings that flags, the environment and a file say.
+
+    Args:
+        flags (`Mapping[str, Any]`):
+            Values, as texts or of their types, by the names of settings; `config` names a file.
+        environment (`Mapping[str, str]`, *optional*):
+            Instead of the process's own.
 
     Raises:
         UsageError: Says which flag, key or variable is wrong, and what was probably meant.
         NotSupportedError: If something was asked for that is not built yet.
     """
     environment = os.environ if environment is None else environment
-    parser = make_parser(prog)
-    given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
-    if unknown:
-        _refuse_unknown(unknown[0], [option for action in parser._actions for option in action.option_strings])
-    flags = {name: value for name, value in vars(given).items() if value is not None}
-    if given.model_option is not None:
-        if given.model is not None and given.model != given.model_option:
-            raise UsageError(f"MODEL is {given.model!r} and `--model` is {given.model_option!r}; give one of them.")
-        flags["model"] = given.model_option
+    flags = dict(flags)
     config = flags.pop("config", None)
     values: dict[str, Any] = {}
     if config is not None:
@@ -94,9 +118,9 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         prog=prog,
         usage="%(prog)s [MODEL] [flags]",
         description="Serve a model over HTTP as OpenAI does. Flags have vLLM's names where it has them.",
-        epilog="Each flag can also be a key of the --config file, or an environment variable such as HF_PAGED_PORT. "
-        "Exit codes: 0 stopped by a signal, 1 could not start, 2 wrong usage, 3 the engine died, 130 or 143 stopped "
-        "at once by a second signal.",
+        epilog="Each flag can also be a key of the --config file, or an environment variable such as HF_PAGED_PORT.\n"
+        "Exit codes: 0 stopped by a signal, 1 could not start, 2 wrong usage, 3 the engine died, 130 or 143 stopped\n"
+        "at once by a second signal.\n\n" + _examples(prog),
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
@@ -115,8 +139,14 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         if name in SWITCHES:
             hidden.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
-            hidden.add_argument(flag(name), help=argparse.SUPPRESS)
+            hidden.add_argument(flag(name), nargs="+" if name in RENAMED else None, help=argparse.SUPPRESS)
     return parser
+
+
+def _examples(prog: str | None) -> str:
+    if prog is None or not prog.startswith("hf-paged"):
+        return f"Example:\n$ {prog or 'python -m hf_paged.serving.api_server'} --model MODEL --port 8000"
+    return f"Example:\n$ {prog} --demo --port 0 --max-num-queued-reqs 256"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,6 +159,10 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(
             prog, max_help_position=32, width=min(120, max(80, os.get_terminal_size().columns)) if os.isatty(1) else 120
         )
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Lines of the end are as they stand: examples are for copying."""
+        return "".join(indent + line for line in text.splitlines(keepends=True))
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs == argparse.ONE_OR_MORE:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from ..errors import MissingDependencyError, NotSupportedError, UnknownNameError
+from ..errors import MissingDependencyError, NotSupportedError
 from ..generation.async_engine import AsyncEngine
 from ..generation.sampling.params import SamplingParams
-from ..kernels.selection import BACKENDS
-from ..llm import LLM, load_tokenizer
-from ..modeling.layer_groups import context_limit
 from .access_log import RequestLog
-from .command_line import UsageError
 from .metrics import Metrics
+from .model_loading import load_llm, set_chat_template
 from .observability import Observability
 from .parser_choice import ParserChoice, choose_parsers
-from .preflight import SAMPLING_DEFAULTS, check_flags, check_model, load_chat_template
 from .rendering import warm_up as warm_up_tokenizer
 from .service import Service
 from .settings import ServerSettings
 from .template_checks import check_templates, warn_of_misfits
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def load_service(settings: ServerSettings) -> Service:
@@ -50,78 +36,27 @@ def load_service(settings: ServerSettings) -> Service:
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    name = settings.model
-    assert name is not None, "whoever starts a server names a model"
-    check_flags(settings)
-    _check_backend(settings.attn_backend)
-    check_model(name, settings.revision)
-    where = Path(name)
-    is_gguf = where.suffix == ".gguf" and where.is_file()
-    path = str(where.parent) if is_gguf else name
-    load: dict[str, Any] = {
-        "trust_remote_code": settings.trust_remote_code,
-        "revision": settings.revision,
-        **({"gguf_file": where.name} if is_gguf else {}),
-    }
-    if settings.max_model_len is not None and not is_gguf:
-        _check_context(settings, _early(AutoConfig.from_pretrained, path, **load))
-    tokenizer = _early(load_tokenizer, settings.tokenizer or path, load)
-    parsers = None if tokenizer is None else _prepare(tokenizer, settings)
-    llm = LLM(
-        path,
-        tokenizer or settings.tokenizer,
-        dtype=_DTYPES.get(settings.dtype, settings.dtype),
-        paged_config=settings.paged_config(),
-        device=settings.device,
-        **load,
-    )
-    _check_context(settings, llm.model.config)
-    parsers = parsers or _prepare(llm.tokenizer, settings)
-    _set_sampling_defaults(llm.model.generation_config, settings)
+    parsers: list[ParserChoice] = []
+    llm = load_llm(settings, lambda tokenizer: parsers.append(_prepare(tokenizer, settings)))
     with contextlib.suppress(NotSupportedError, MissingDependencyError):  # whoever asks for a form is told
         llm.engine.grammars.warm_up(llm.tokenizer)
     warm_up(llm.model)
-    return make_service(llm.model, llm.tokenizer, settings, settings.served_model_name or (name,), parsers)
+    return make_service(llm.model, llm.tokenizer, settings, _names(settings), parsers[-1])
 
 
-def _check_backend(name: str | None) -> None:
-    try:
-        if name is not None:
-            BACKENDS.get(name)
-    except UnknownNameError as error:
-        raise UsageError(str(error)) from None
-
-
-def _early(read: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-    """Reads something of a model before the model; where that fails, loading the model says best what is wrong."""
-    try:
-        return read(*args, **kwargs)
-    except Exception:
-        logger.debug("%s is left for later", read.__qualname__, exc_info=True)
-        return None
+def _names(settings: ServerSettings) -> tuple[str, ...]:
+    assert settings.model is not None, "it is loaded"
+    return settings.served_model_name or (settings.model,)
 
 
 def _prepare(tokenizer: Any, settings: ServerSettings) -> ParserChoice:
-    if settings.chat_template is not None:
-        tokenizer.chat_template = load_chat_template(settings.chat_template)
+    set_chat_template(tokenizer, settings)
     check_templates(tokenizer, settings)
     parsers = choose_parsers(
         tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
     )
     warn_of_misfits(tokenizer, parsers, settings)
     return parsers
-
-
-def _check_context(settings: ServerSettings, config: Any) -> None:
-    """A server's clients rely on its length; `PagedConfig` takes what fits instead."""
-    if config is None or settings.max_model_len is None:
-        return
-    limit, why = context_limit(config.get_text_config(decoder=True))
-    if limit is not None and settings.max_model_len > limit:
-        raise UsageError(
-            f"`--max-model-len` {settings.max_model_len} is more than the {limit} tokens of this model"
-            f"{f' ({why})' if why else ''}; ask for at most that, or leave it out."
-        )
 
 
 def make_service(
@@ -163,14 +98,6 @@ def warm_up(model: Any) -> None:
     model.engine.generate([[1, 2, 3]] if model.config.get_text_config().vocab_size > 3 else [[0]], [params])
     model.engine.weights_changed()  # forgets the K/V
     model.engine.reset_stats()
-
-
-def _set_sampling_defaults(config: Any, settings: ServerSettings) -> None:
-    if settings.generation_config == "vllm":
-        for name in SAMPLING_DEFAULTS:
-            setattr(config, name, None)
-    for name, value in (settings.override_generation_config or {}).items():
-        setattr(config, name, value)
 
 
 def _tracing(settings: ServerSettings, name: str) -> Any:

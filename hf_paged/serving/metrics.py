@@ -19,6 +19,7 @@ from starlette.responses import Response
 from ..generation.request import RequestMetrics
 from ..generation.sampling.params import SamplingParams
 from ..generation.stats import STEP_SIZE_BOUNDS, EngineStats
+from .latencies import RecentLatencies
 from .metrics_collectors import Collector, Histogram, Series
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Metrics:
         self.event_loop_lag = Histogram(_LAG_SECONDS)
         self.time_to_first_token = _seconds(_FIRST_TOKEN_SECONDS, ())
         self.inter_token_latency = _seconds(_TOKEN_SECONDS)
+        self.recent_first_token, self.recent_inter_token = RecentLatencies(), RecentLatencies()
         self.time_per_output_token = _seconds(_TOKEN_SECONDS)
         self.e2e, self.queue, self.prefill, self.decode, self.inference = (_seconds(_REQUEST_SECONDS) for _ in range(5))
         token_bounds = _one_two_five(engine.engine.plan.max_model_len)
@@ -130,7 +132,7 @@ class Metrics:
         """
         self.rejections[reason if reason in self.rejections else "other"] += 1
 
-    def prompt_answered(self, num_tokens: int, num_cached_tokens: int) -> None:
+    def prompt_answered(self, num_tokens: int, num_cached_tokens: int, seconds: float | None = None) -> None:
         """The first token of an answer has come.
 
         Args:
@@ -138,9 +140,14 @@ class Metrics:
                 Of the prompt.
             num_cached_tokens (`int`):
                 Of these, found in the prefix cache.
+            seconds (`float`, *optional*):
+                Since the request's arrival, if they are known.
         """
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
+        if seconds is not None:
+            self.time_to_first_token.observe(seconds)
+            self.recent_first_token.observe(seconds)
 
     def add_tokens(self, count: int, seconds: float | None) -> None:
         """Tokens of an answer have come.
@@ -153,7 +160,9 @@ class Metrics:
         """
         self.num_generation_tokens += count
         if seconds is not None:
-            self.inter_token_latency.observe(max(0.0, seconds) / count, count)
+            each = max(0.0, seconds) / count
+            self.inter_token_latency.observe(each, count)
+            self.recent_inter_token.observe(each, count)
 
     def request_finished(
         self, times: RequestMetrics, num_prompt_tokens: int, num_generated_tokens: int, num_answers: int, reason: str

@@ -184,10 +184,9 @@ class _Watch:
     def _take_first(self, requests: list[Request], request: Request) -> None:
         """The first token of an answer; if it is the first of all, the prompt has been answered."""
         if not any(self._counts):
-            times, metrics = request.metrics, self._observability.metrics
-            metrics.prompt_answered(request.num_prompt_tokens, times.num_cached_tokens)
-            if times.first_token_time is not None:
-                metrics.time_to_first_token.observe(times.first_token_time - requests[0].metrics.arrival_time)
+            times, first = request.metrics, request.metrics.first_token_time
+            seconds = None if first is None else first - requests[0].metrics.arrival_time
+            self._observability.metrics.prompt_answered(request.num_prompt_tokens, times.num_cached_tokens, seconds)
 
     def _finish(self, stream: AnswerStream, requests: list[Request]) -> None:
         self._done = True

@@ -103,6 +103,9 @@ def _check_device(name: str) -> None:
         )
 
 
+_WITHOUT_A_HUB = "Without the Hub: name a folder, or take the packaged model (`hf-paged demo --print-model-path`)."
+
+
 @functools.cache
 def check_model(name: str, revision: str | None = None) -> None:
     """Refuses a model that is not there, at once: a folder, a GGUF file, or a name on the Hub that nobody knows.
@@ -158,10 +161,11 @@ def _check_hub(name: str, revision: str | None) -> None:
         return  # of another kind, such as no config.json: loading tells
     except OfflineModeIsEnabled:
         raise ConfigurationError(
-            f"There is no folder {name!r}, the Hub's cache on this machine does not have it, and HF_HUB_OFFLINE is set."
+            f"There is no folder {name!r}, the Hub's cache on this machine does not have it, and HF_HUB_OFFLINE is "
+            f"set. {_WITHOUT_A_HUB}"
         ) from None
     except Exception as error:  # of whatever HTTP library the Hub's client uses
         raise ConfigurationError(
             f"There is no folder {name!r}, the Hub's cache on this machine does not have it, and the Hub cannot be "
-            f"reached: {error or type(error).__name__}."
+            f"reached: {error or type(error).__name__}. {_WITHOUT_A_HUB}"
         ) from None

@@ -131,6 +131,8 @@ class ServerSettings:
             Answer with the request's id in X-Request-Id.
         disable_fastapi_docs (`bool`, defaults to `False`):
             Leave out /docs, /redoc and /openapi.json.
+        page (`bool`, defaults to `True`):
+            The page at /: a chat, and a live view of the engine (/engine/events).
         api_key (`tuple[str, ...]`, *optional*):
             Keys, of which requests must carry one (Authorization: Bearer, or x-api-key). Several, and repeatable.
             Better given in HF_PAGED_API_KEY or a file: other users may see command lines for a moment.
@@ -248,6 +250,7 @@ class ServerSettings:
     max_body_mib: int = _in(_HTTP, 32, metavar="MIB")
     enable_request_id_headers: bool = _in(_HTTP, False)
     disable_fastapi_docs: bool = _in(_HTTP, False)
+    page: bool = _in(_HTTP, True)
 
     api_key: tuple[str, ...] | None = _in(_KEYS, None, secret=True, metavar="KEY")
     api_key_file: str | None = _in(_KEYS, None, metavar="FILE")

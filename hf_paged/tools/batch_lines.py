@@ -10,11 +10,10 @@ set whenever there is no answer, whatever `response` holds.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -22,13 +21,12 @@ from pydantic import BaseModel, StringConstraints, ValidationError
 
 from ..serving.errors import ApiError
 from ..serving.protocol.common import shortened
+from .in_order import InOrder
 
 _MAX_MESSAGE = 300  # characters of an error in the summary
-_WAITING_ANSWERS = 8  # times as many lines as are in flight may wait for an answer before them
 
 # Takes a URL and a body; gives a status, the request's id and a body.
 AnswerLine = Callable[[str, dict[str, Any]], Awaitable[tuple[int, str, Any]]]
-_Task = asyncio.Task[dict[str, Any]]
 
 
 class BatchLine(BaseModel):
@@ -121,9 +119,7 @@ class Batch:
     def __init__(self, answer: AnswerLine, max_in_flight: int):
         self.summary = BatchSummary()
         self._answer = answer
-        self._slots = asyncio.Semaphore(max_in_flight)
-        self._in_order: asyncio.Queue[_Task | None] = asyncio.Queue(_WAITING_ANSWERS * max_in_flight)
-        self._running: set[_Task] = set()
+        self._lines: InOrder[tuple[int, bytes], dict[str, Any]] = InOrder(self._entry, max_in_flight)
         self._seen: set[str] = set()
 
     async def run(self, lines: Iterable[bytes], write: Callable[[bytes], Any]) -> None:
@@ -136,43 +132,17 @@ class Batch:
                 Takes a line of output.
         """
         start = time.perf_counter()
-        reader = asyncio.create_task(self._read(lines))
         try:
-            while (task := await self._in_order.get()) is not None:
-                self._write(await task, write)
-            await reader
+            await self._lines.run(_requests(lines), lambda entry: self._write(entry, write))
         finally:
-            reader.cancel()
-            while not self._in_order.empty():
-                task = self._in_order.get_nowait()
-                if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-                    self._write(task.result(), write)
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(reader, *self._running, return_exceptions=True)
             self.summary.seconds = time.perf_counter() - start
 
     def _write(self, entry: dict[str, Any], write: Callable[[bytes], Any]) -> None:
         self.summary.count(entry)
         write(orjson.dumps(entry) + b"\n")
 
-    async def _read(self, lines: Iterable[bytes]) -> None:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip(b" \t\r\n\xef\xbb\xbf"):  # blank lines are no requests; the last three are a BOM
-                    await self._slots.acquire()
-                    task = asyncio.create_task(self._entry(number, line.removeprefix(b"\xef\xbb\xbf")))
-                    self._running.add(task)
-                    task.add_done_callback(self._has_ended)
-                    await self._in_order.put(task)
-        finally:
-            await self._in_order.put(None)
-
-    def _has_ended(self, task: _Task) -> None:
-        self._running.discard(task)
-        self._slots.release()
-
-    async def _entry(self, number: int, line: bytes) -> dict[str, Any]:
+    async def _entry(self, numbered: tuple[int, bytes]) -> dict[str, Any]:
+        number, line = numbered
         entry: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None, "response": None}
         try:
             fields = _parse(number, line)
@@ -204,6 +174,13 @@ class Batch:
         except TypeError:  # not all that can be read can be written
             raise ApiError(400, f"Line {number}: `body` is nested too deep.", code="invalid_json") from None
         return line
+
+
+def _requests(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers. Blank ones are no requests; the three bytes are a BOM."""
+    for number, line in enumerate(lines, 1):
+        if line.strip(b" \t\r\n\xef\xbb\xbf"):
+            yield number, line.removeprefix(b"\xef\xbb\xbf")
 
 
 def _parse(number: int, line: bytes) -> Any:

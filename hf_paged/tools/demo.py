@@ -124,7 +124,7 @@ def make_report(workload: Workload, run: EngineRun, results: list[BaselineResult
     ours = {name: value for name, value in dataclasses.asdict(run).items() if name != "stats"}
     rows: list[dict[str, Any]] = [
         {"system": METHOD_TITLES[result.method] + (" *" if result.measured_share < LEAST_SHARE else "")}
-        | dataclasses.asdict(result)
+        | result.row()
         | {"speedup": run.output_tokens_per_s / result.output_tokens_per_s}
         for result in results
     ]

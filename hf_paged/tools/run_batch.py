@@ -91,11 +91,14 @@ def _without_clients(settings: ServerSettings) -> ServerSettings:
 
 
 async def _until_terminated(work: Awaitable[None]) -> None:
-    """Does something. SIGTERM ends it as Ctrl-C does: by cancelling it, so that what is there is written."""
+    """Does something. Ctrl-C and SIGTERM end it by cancelling it, so that what is there is written."""
     task = asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
-    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not everywhere, and not in every thread
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # Not everywhere, and not in every thread.
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     await work
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
-from hf_paged import CacheFileError, PagedCache
+from hf_paged import CacheFileError, ConfigurationError, PagedCache
 from hf_paged.compat import cache_argument
 from tests.cache.test_paged_cache import forward, tokens_of
 from tests.families import tiny_model
@@ -129,6 +129,26 @@ def test_folder_that_is_not_there_is_an_os_error(tmp_path):
         filled(length=3).save(tmp_path / "nowhere" / "cache")
     with pytest.raises(FileNotFoundError):
         PagedCache.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 5), "cud", "", "meta", None])
+def test_a_device_that_is_not_there_is_named(tmp_path, monkeypatch, device):
+    def no_gpu(*size, device):
+        if device.type == "cuda":
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return real(*size, device=device)
+
+    path, real = tmp_path / "cache", torch.zeros
+    filled(length=3).save(path)
+    monkeypatch.setattr("hf_paged.cache.cache_file.torch.zeros", no_gpu)
+    with pytest.raises(ConfigurationError, match=rf"`device` '{device}'.*(model\.device|model's own)"):
+        PagedCache.load(path, device=device)
+
+
+def test_the_cpu_by_its_number_is_the_cpu(tmp_path):
+    cache = filled(length=3)
+    cache.save(tmp_path / "cache")
+    assert PagedCache.load(tmp_path / "cache", device="cpu:0").get_seq_length() == cache.get_seq_length()
 
 
 def test_truncated_file_is_refused(tmp_path):

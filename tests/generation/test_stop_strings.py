@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +95,13 @@ def test_no_stop_before_min_tokens():
 
 def test_no_stop_strings():
     assert stream(["a", "", "b"], []) == (["a", "", "b", ""], None, 3)
+
+
+def test_memory_grows_with_the_length_of_a_stop_string_and_not_with_its_square():
+    stop = "z" * 100_000
+    tracemalloc.start()
+    matcher = StopStringMatcher([stop])
+    assert matcher.append("azz") == "a" and matcher.append("b") == "zzb"
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -37,7 +37,7 @@ def make_tiny_service(checkpoint: Path, **settings: Any) -> Any:
 class ServerThread:
     """A server with a real socket in a thread of this process: `service` and `app` can be looked into."""
 
-    def __init__(self, service: Any):
+    def __init__(self, service: Any, port: int = 0):
         from hf_paged.serving.app import make_app
         from hf_paged.serving.http_protocol import make_protocol
         from hf_paged.serving.lifecycle import make_server
@@ -45,7 +45,8 @@ class ServerThread:
         self.service = service
         self.app = make_app(service)
         self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one comes after another at a port
+        self._socket.bind(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         protocol = make_protocol(service.settings.read_timeout, service.settings.max_body_bytes)

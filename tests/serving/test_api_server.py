@@ -16,7 +16,7 @@ import pytest
 from transformers import T5Config
 
 from hf_paged.errors import ConfigurationError
-from hf_paged.serving import loading, process_list
+from hf_paged.serving import loading, model_loading, process_list
 from hf_paged.serving.api_server import main
 from hf_paged.serving.listening import allow_successors, bind, url
 from hf_paged.serving.settings import ServerSettings
@@ -40,8 +40,9 @@ def test_a_started_server_says_where_it_is_and_what_to_try_but_never_its_keys(st
         *("--api-key", "sk-secret-1", "--api-key=sk-secret-2", "--api-key-file", str(tmp_path / "keys")),
         *("--log-level", "debug", "--enable-log-requests"),
     ).wait_until_ready()
-    wait_until(lambda: len(process.stdout.splitlines()) == 2)
-    ready, curl = process.stdout.splitlines()
+    wait_until(lambda: len(process.stdout.splitlines()) == 3)
+    ready, curl, page = process.stdout.splitlines()
+    assert page == f"Page: {process.url}/" and httpx.get(f"{process.url}/").status_code == 200
     assert ready.startswith(f"Serving tiny at {process.url} (256 blocks of 16 tokens, context of 4096 tokens, ")
     assert process.url.startswith("http://127.0.0.1:"), "it is not reachable from elsewhere unless told"
     words = shlex.split(curl.removeprefix("Try: "))
@@ -134,7 +135,7 @@ def test_what_cannot_be_done_is_refused_at_start_in_one_line(tiny_checkpoint, fl
     ],
 )
 def test_wrong_usage_is_found_before_anything_is_loaded(tiny_checkpoint, flags, message, capfd, monkeypatch):
-    monkeypatch.setattr(loading, "LLM", None)
+    monkeypatch.setattr(model_loading, "LLM", None)
     assert main([str(tiny_checkpoint), "--port", "0", *flags]) == 2
     captured = capfd.readouterr()
     assert message in captured.err.splitlines()[-1]

@@ -112,6 +112,7 @@ def test_model_is_a_word_or_a_flag():
         (["m", "--api-key", ""], "`--api-key` must be printable ASCII without spaces, and not empty"),
         (["m", "--api-key-file", "/nowhere"], "`--api-key-file` '/nowhere' cannot be read: No such file or directory."),
         (["m", "--enable-log-prompts"], "needs `--enable-log-requests`"),
+        (["m", "--cudagraph-capture-sizes", "1", "8"], "of vLLM is `--cuda-graph-sizes` here, got ['1', '8']"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_value_and_limit(arguments, message):

@@ -18,7 +18,7 @@ from hf_paged.tools.bench.engine_run import EngineRun
 from hf_paged.tools.bench.machine import Bandwidth
 from hf_paged.tools.bench.report import Column, Report, median_row, output_console, percent
 from hf_paged.tools.bench.session import BenchOptions, run_benchmark
-from hf_paged.tools.bench.workloads import Workload
+from hf_paged.tools.bench.workloads import TextTokens, Workload, build_workload
 from hf_paged.tools.demo import make_report, run_demo
 
 
@@ -47,7 +47,8 @@ def test_a_benchmark_reports_its_figures(name: str, tiny_checkpoint: Path):
     json.dumps(report.to_dict())
     if name == "step":
         assert {row["system"] for row in report.rows} == {"greedy", "top-k 50, top-p 0.9"}
-        assert all(row["num_running"] == 2 and row["overhead_seconds"] > 0 for row in report.rows)
+        assert [row["num_running"] for row in report.rows] == [1, 2, 2]
+        assert all(row["floor_seconds"] > 0 and row["overhead_seconds"] > 0 for row in report.rows)
         assert report.details["schedule_long_queue_seconds"] > 0
     else:
         ours = report.rows[0]
@@ -62,6 +63,20 @@ def test_every_run_of_the_prefix_benchmark_starts_cold_and_reuses_the_same(tiny_
     assert 512 <= first <= 3 * 512, "the first request computes the 512 shared tokens, the others find them"
 
 
+def test_the_pool_and_each_token_are_seen_while_requests_run(tiny_checkpoint: Path):
+    report = run_benchmark("throughput", options(tiny_checkpoint, count=4))
+    requests, line = report.details["requests"]["hf_paged"], report.details["timeline"]
+    lengths = build_workload("W1", TextTokens(range(1000)), 4).output_lengths
+    assert [len(gaps) + 1 for gaps in requests["itls"]] == lengths and len(requests["ttfts"]) == 4
+    times = [ttft + sum(gaps) for ttft, gaps in zip(requests["ttfts"], requests["itls"], strict=True)]
+    assert 0 < max(times) <= report.rows[0]["seconds"]
+    assert line["num_blocks"] * line["bytes_per_block"] == report.rows[0]["kv_bytes_pool"]
+    samples = zip(line["blocks_held"], line["blocks_cached"], line["tokens_stored"], strict=True)
+    for held, cached, stored in samples:
+        assert held + cached <= line["num_blocks"] and stored <= held * line["block_size"]
+    assert len(line["seconds"]) == len(line["running"]) == len(line["waiting"]) == len(line["blocks_held"]) > 0
+
+
 def test_transformers_is_measured_in_turns_on_the_same_requests(tiny_checkpoint: Path):
     report = run_benchmark("throughput", options(tiny_checkpoint, compare="transformers", runs=2))
     systems = [row["system"] for row in report.rows]
@@ -69,6 +84,8 @@ def test_transformers_is_measured_in_turns_on_the_same_requests(tiny_checkpoint:
     for row in report.rows[1:]:
         assert row["speedup"] == pytest.approx(report.rows[0]["output_tokens_per_s"] / row["output_tokens_per_s"])
     assert all(len(measured) == 2 for measured in report.details["every_run"].values())
+    assert list(report.details["requests"]) == systems
+    assert all(len(found["ttfts"]) == len(found["itls"]) == 4 for found in report.details["requests"].values())
 
 
 def test_impossible_options_are_refused_before_anything_is_loaded(tiny_checkpoint: Path):

@@ -15,7 +15,7 @@ import torch
 
 from . import building, library_cache
 from .building import BuildError
-from .isa import check_available, machine_isas, requested_isa, unsupported_platform
+from .isa import VARIABLE, check_available, machine_isas, requested_isa, unsupported_platform
 from .library_cache import Entry
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,34 @@ def status() -> NativeStatus:
             if _status is None:
                 _status = _decide()
     return _status
+
+
+def find_without_building() -> dict[str, Any]:
+    """Returns what `load` would find now: the levels of this machine, the library and where it comes from, or why not.
+
+    Nothing is loaded or built, and no decision is made.
+    """
+    found: dict[str, Any] = {"levels": list(machine_isas()), "requested": os.environ.get(VARIABLE) or None}
+    source, path, why = "none", None, _why_impossible() or ""
+    if not why:
+        source, path, why = _found()
+    return found | {"source": source, "path": None if path is None else str(path), "reason": why}
+
+
+def _found() -> tuple[Source, Path | None, str]:
+    sources = building.source_hash(building.SOURCES)
+    packaged = library_cache.read_entry(_PACKAGED)
+    if packaged is not None and packaged.sources == sources:
+        return "wheel", packaged.path, ""
+    try:
+        key = building.build_key(sources, building.find_torch().version)
+        compiler: str | None = building.compiler_key(building.find_compiler())
+        why = "not built yet; the first use builds it"
+    except BuildError as error:
+        compiler, why = None, str(error)
+        key = building.build_key(sources, torch.__version__)
+    entry = library_cache.find_entry(key, compiler)
+    return ("cache", entry.path, "") if entry is not None else ("none", None, why)
 
 
 def _decide() -> NativeStatus:

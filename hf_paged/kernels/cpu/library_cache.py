@@ -18,8 +18,9 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
@@ -35,6 +36,10 @@ _LOCK_TIMEOUT = 1800.0  # seconds; a lock whose process died is free at once, so
 _WAITING_NOTE = 30.0  # seconds between two words of a process that waits
 _KEPT = 8  # libraries of other versions
 _DAMAGED = "The library in %s is damaged and not used."
+_ELSEWHERE = (
+    "The native CPU operators cannot be kept in the cache folder (%s): they are kept in %s. "
+    "HF_PAGED_CACHE names another."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +139,12 @@ def obtain_entry(
         BuildError: From `build`.
         OSError: If no folder can be written; names each.
     """
-    failures = []
+    failures: list[str] = []
     for folder in _folders():
         try:
             with _lock_of(folder):
+                if failures:
+                    logger.warning(_ELSEWHERE, failures[0], folder)
                 return _obtain_locked(folder / f"{build_key}-{compiler_key}", sources, build, distrusted)
         except NotImplementedError as error:  # a file system without locks
             failures.append(f"{folder}: {error}")
@@ -160,7 +167,8 @@ def _obtain_locked(place: Path, sources: str, build: Callable[[Path], None], dis
     start = time.monotonic()
     logger.warning("Building the native CPU operators, once; this takes half a minute, on a busy machine minutes ...")
     try:
-        build(library)
+        with _signs_of_life(start):
+            build(library)
         write_manifest(library, sources)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
@@ -170,6 +178,24 @@ def _obtain_locked(place: Path, sources: str, build: Callable[[Path], None], dis
     entry = read_entry(place)
     assert entry is not None, "what was just written under the lock is complete"
     return entry, True
+
+
+@contextlib.contextmanager
+def _signs_of_life(start: float) -> Iterator[None]:
+    """Minutes without a word look like a process that hangs."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(_WAITING_NOTE):
+            logger.warning("Still building the native CPU operators (%.0f s so far) ...", time.monotonic() - start)
+
+    thread = threading.Thread(target=tell, name="hf_paged-build-note", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _lock_of(folder: Path) -> contextlib.AbstractContextManager:

@@ -10,7 +10,7 @@ from .keys import OPEN_PATHS
 
 
 class Work:
-    """The requests that are being answered, but for probes.
+    """The requests that are being answered, but for probes and watchers.
 
     Args:
         is_draining (`Callable[[], bool]`):
@@ -62,4 +62,12 @@ class DrainingMiddleware(Layer):
             self._work.num_running -= 1
 
 
-_PROBES = {path.removeprefix("/") for path in OPEN_PATHS} | {"metrics", "load", "get_load", "loads", "version"}
+# Whoever watches the engine may go on with that, and keeps nobody from leaving.
+_PROBES = {path.removeprefix("/") for path in OPEN_PATHS} | {
+    "metrics",
+    "load",
+    "get_load",
+    "loads",
+    "version",
+    "events",
+}

@@ -17,7 +17,7 @@ class KeyMiddleware(Layer):
     """Refuses requests without one of the keys (401), as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     Whether a path is open is decided by the path that the routes are found by, never by the `Host` header or a URL
-    that is put together from it, and only for the very texts of `OPEN_PATHS`.
+    that is put together from it, and only for the very texts of `open_paths`.
 
     Args:
         app (`Callable`):
@@ -26,12 +26,14 @@ class KeyMiddleware(Layer):
             Of which a request must carry one.
         root_path (`str`, *optional*):
             Prefix that paths may have.
+        open_paths (`frozenset[str]`, defaults to `OPEN_PATHS`):
+            What needs no key.
     """
 
-    def __init__(self, app: App, keys: Sequence[str], root_path: str = ""):
+    def __init__(self, app: App, keys: Sequence[str], root_path: str = "", open_paths: frozenset[str] = OPEN_PATHS):
         super().__init__(app)
         self._digests = [_digest(key.encode()) for key in keys]
-        self._open = OPEN_PATHS | {root_path + path for path in OPEN_PATHS}
+        self._open = open_paths | {root_path + path for path in open_paths}
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in self._open and not self._has_key(scope):

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 from ...compat import cache_layer_tensors, output_cache
 from .kv_usage import ContinuousUsage, static_batch_usage
 from .machine import huge_page_bytes, resident_bytes
+from .run_watch import request_times
 from .workloads import Workload
 
 BUDGET_SECONDS = 40.0
@@ -71,6 +72,8 @@ class BaselineResult:
             Memory of the process.
         measured_share (`float`, defaults to 1.0):
             Share of the workload's tokens that was really measured; of a static batch, of its steps.
+        requests (`dict[str, list]`):
+            `"ttfts"` and `"itls"`, what was measured of each request, as `request_times` returns them.
     """
 
     method: str
@@ -88,6 +91,11 @@ class BaselineResult:
     huge_page_bytes: int | None = None
     resident_bytes: int | None = None
     measured_share: float = 1.0
+    requests: dict[str, list[Any]] = dataclasses.field(default_factory=lambda: {"ttfts": [], "itls": []})
+
+    def row(self) -> dict[str, Any]:
+        """Returns plain values, without those of single requests."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "requests"}
 
 
 class StepClock(StoppingCriteria):
@@ -123,11 +131,14 @@ def one_by_one(model: Any, workload: Workload, budget: float, sample: int) -> Ba
     chosen = workload.sample(sample)
     begin = time.perf_counter()
     tokens, firsts, between, steps = 0, [], 0.0, 0
+    token_times, starts = [], []
     for prompt, length in zip(chosen.prompts, chosen.output_lengths, strict=True):
         start = time.perf_counter()
         clock = _generate(model, [prompt], length, begin + budget)
         tokens += len(clock.times)
         firsts.append(clock.times[0] - start)
+        token_times.append(clock.times)
+        starts.append(start)
         between += clock.times[-1] - clock.times[0]
         steps += len(clock.times) - 1
         if clock.times[-1] >= clock.deadline:
@@ -149,6 +160,7 @@ def one_by_one(model: Any, workload: Workload, budget: float, sample: int) -> Ba
         first_token_seconds=sum(firsts) / len(firsts),
         seconds_per_token=between / steps if steps else None,
         measured_share=tokens / workload.num_output_tokens,
+        requests=request_times(token_times, starts),
     )
 
 
@@ -184,6 +196,7 @@ def static_batch(model: Any, workload: Workload, budget: float, sample: int) -> 
         kv_bytes_used=usage.tokens_at_peak * per_token,
         kv_waste=usage.waste,
         measured_share=done / steps,
+        requests=request_times([clock.times[:length] for length in workload.output_lengths], [begin] * len(workload)),
     )
 
 
@@ -210,6 +223,7 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
     usage = ContinuousUsage([len(prompt) for prompt in chosen.prompts], BLOCK_SIZE)
     begin = time.perf_counter()
     arrivals = [begin]
+    token_times: list[list[float]] = [[] for _ in range(len(chosen))]
     with model.continuous_batching_context_manager(
         generation_config=_greedy(1), continuous_batching_config=config, timeout=60
     ) as manager:
@@ -230,6 +244,7 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
             new = len(output.generated_tokens) - usage.generated[index]
             usage.observe(index, new, finished=len(output.generated_tokens) >= chosen.output_lengths[index])
             arrivals += [time.perf_counter()] * new
+            token_times[index] += [arrivals[-1]] * new
         measured = time.perf_counter() - begin
         # Stopping waits for what still runs.
         for index in range(len(chosen)):
@@ -250,6 +265,7 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
         kv_bytes_used=usage.peak_tokens * per_token,
         kv_waste=usage.waste,
         measured_share=usage.num_tokens / workload.num_output_tokens,
+        requests=request_times(token_times, [begin] * len(chosen)),
     )
 
 

@@ -6,17 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .baselines import BUDGET_SECONDS
 from .engine_run import floor_seconds, run_workload
 from .report import Column, Report, median_row
+from .run_watch import RunWatch
 from .session import BenchSession
+from .systems import METHOD_TITLES, OURS
 from .workloads import Workload
-
-OURS = "hf_paged"
-METHOD_TITLES = {
-    "one_by_one": "Transformers, one by one",
-    "static_batch": "Transformers, static padded batch",
-    "generate_batch": "Transformers, generate_batch",
-}
 
 
 def compare_on_workload(
@@ -37,22 +33,36 @@ def compare_on_workload(
             The peer's methods, and how many requests stand for all; None means all.
     """
     samples: dict[str, list[dict[str, Any]]] = {}
+    timeline: dict[str, Any] = {}  # of the first run
+    requests: dict[str, dict[str, list[Any]]] = {}  # of all runs
     for number in range(1, session.options.runs + 1):
         workload = session.workload(name)
         session.log(f"run {number} of {session.options.runs}: {OURS}, {workload.describe()}")
-        samples.setdefault(OURS, []).append(measure_ours(session, workload))
+        watch = RunWatch(session.model.engine)
+        samples.setdefault(OURS, []).append(measure_ours(session, workload, watch))
+        timeline = timeline or watch.timeline
+        _collect(requests, OURS, watch.requests)
         for method, sample in methods.items() if session.options.compare else ():
             session.log(f"run {number} of {session.options.runs}: {METHOD_TITLES[method]}")
-            samples.setdefault(METHOD_TITLES[method], []).append(measure_stock(session, workload, method, sample))
+            row = measure_stock(session, workload, method, sample)
+            _collect(requests, METHOD_TITLES[method], row.pop("requests"))
+            samples.setdefault(METHOD_TITLES[method], []).append(row)
     rows = [{"system": system, **median_row(measured)} for system, measured in samples.items()]
     for row in rows[1:]:
         row["speedup"] = rows[0]["output_tokens_per_s"] / row["output_tokens_per_s"]
     notes = [f"{row['system']}: {row['how']}, extrapolated" for row in rows if row.get("extrapolated")]
     heading = f"{title} ({workload.describe()}; median of {session.options.runs})"
-    return Report(heading, columns, rows, notes, {"workload": workload.describe(), "every_run": samples})
+    details = {"workload": workload.describe(), "timeline": timeline, "requests": requests, "every_run": samples}
+    return Report(heading, columns, rows, notes, details)
 
 
-def measure_ours(session: BenchSession, workload: Workload) -> dict[str, Any]:
+def _collect(requests: dict[str, dict[str, list[Any]]], system: str, found: dict[str, list[Any]]) -> None:
+    kept = requests.setdefault(system, {name: [] for name in found})
+    for name, values in found.items():
+        kept[name] += values
+
+
+def measure_ours(session: BenchSession, workload: Workload, watch: RunWatch | None = None) -> dict[str, Any]:
     """Returns a row of what hf_paged does, with the memory's speed just before and what it would allow at best.
 
     Args:
@@ -60,10 +70,12 @@ def measure_ours(session: BenchSession, workload: Workload) -> dict[str, Any]:
             Models and texts.
         workload (`Workload`):
             The requests.
+        watch (`RunWatch`, *optional*):
+            Looks at the engine between its steps.
     """
     model = session.model
     bandwidth = session.bandwidth()
-    run, _ = run_workload(model, workload)
+    run, _ = run_workload(model, workload, watch=watch)
     floor = floor_seconds(model, workload, run.stats.num_steps, bandwidth)
     row = {name: value for name, value in dataclasses.asdict(run).items() if name != "stats"}
     return row | {
@@ -81,8 +93,10 @@ def measure_ours(session: BenchSession, workload: Workload) -> dict[str, Any]:
     }
 
 
-def measure_stock(session: BenchSession, workload: Workload, method: str, sample: int | None) -> dict[str, Any]:
-    """Returns a row of what stock Transformers does, with the memory's speed just before.
+def measure_stock(
+    session: BenchSession, workload: Workload, method: str, sample: int | None, budget: float = BUDGET_SECONDS
+) -> dict[str, Any]:
+    """Returns a row of what stock Transformers does, with the memory's speed just before, and times of requests.
 
     Args:
         session (`BenchSession`):
@@ -93,8 +107,10 @@ def measure_stock(session: BenchSession, workload: Workload, method: str, sample
             Which of the peer's methods.
         sample (`int`, *optional*):
             Requests that stand for all.
+        budget (`float`, defaults to 40.0):
+            Seconds after which it stops and is extrapolated.
     """
     stock = session.stock
     bandwidth = session.bandwidth()
-    result = stock.measure(method, workload, sample=sample)
-    return dataclasses.asdict(result) | {"read_bandwidth": bandwidth}
+    result = stock.measure(method, workload, sample=sample, budget=budget)
+    return result.row() | {"read_bandwidth": bandwidth, "requests": result.requests}

@@ -17,6 +17,7 @@ from ...generation.outputs import RequestOutput
 from ...generation.sampling.params import SamplingParams
 from ...generation.stats import EngineStats
 from .machine import huge_page_bytes, resident_bytes
+from .run_watch import RunWatch
 from .workloads import TextTokens, Workload
 
 
@@ -100,7 +101,10 @@ def warm_up(model: Any, text: TextTokens) -> None:
 
 
 def run_workload(
-    model: Any, workload: Workload, progress: Callable[[RequestOutput], None] | None = None
+    model: Any,
+    workload: Workload,
+    progress: Callable[[RequestOutput], None] | None = None,
+    watch: RunWatch | None = None,
 ) -> tuple[EngineRun, list[RequestOutput]]:
     """Answers all requests of a workload, started together, and measures.
 
@@ -111,6 +115,8 @@ def run_workload(
             The requests.
         progress (`Callable[[RequestOutput], None]`, *optional*):
             Called as each request finishes.
+        watch (`RunWatch`, *optional*):
+            Looks at the engine between its steps; then there is no `progress`.
 
     Raises:
         InvalidRequestError: If a request is longer than the engine allows.
@@ -125,9 +131,13 @@ def run_workload(
             f"{engine.plan.max_model_len}; choose another model or workload."
         )
     engine.reset_stats()
+    params = [forced(length) for length in workload.output_lengths]
     gc.collect()
     start = time.perf_counter()
-    outputs = engine.generate(workload.prompts, [forced(n) for n in workload.output_lengths], progress=progress)
+    if watch is not None:
+        outputs = watch.generate(workload.prompts, params)
+    else:
+        outputs = engine.generate(workload.prompts, params, progress=progress)
     seconds = time.perf_counter() - start
     stats = dataclasses.replace(engine.stats())
     lengths = [len(output.outputs[0].token_ids) for output in outputs]

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch  # loaded only by what needs it: a client of a server can do without
 
 PROBE_BYTES = 512 << 20
 _HUGE_PAGE = 2 << 20
@@ -92,16 +94,25 @@ class Bandwidth:
 
 def machine_info() -> MachineInfo:
     """Returns what can be known about this machine without measuring."""
+    import torch
+
     accelerator = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return MachineInfo(
-        processor=_processor_name(),
-        num_cores=available_cores(),
+        **processor_info(),
         num_threads=torch.get_num_threads(),
-        instruction_sets=_instruction_sets(),
         memory_bytes=_memory_bytes(),
         accelerator=accelerator,
         system=f"{platform.system()} {platform.release()}",
     )
+
+
+def processor_info() -> dict[str, Any]:
+    """Returns the processor's name, cores and instruction sets, under the names of `MachineInfo`; without torch."""
+    return {
+        "processor": _processor_name(),
+        "num_cores": available_cores(),
+        "instruction_sets": _instruction_sets(),
+    }
 
 
 def available_cores() -> int:
@@ -140,6 +151,8 @@ def touched_bytes(tensor: torch.Tensor) -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
+    import torch
+
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     num_pages = -(-(tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE)
     present = (ctypes.c_ubyte * num_pages)()
@@ -164,6 +177,8 @@ def measure_bandwidth(num_bytes: int = PROBE_BYTES, repeats: int = 5) -> Bandwid
 
 
 def _read_speed(buffer: torch.Tensor, repeats: int) -> float:
+    import torch
+
     numbers = buffer.view(torch.int64)
     seconds = []
     for _ in range(repeats + 1):
@@ -175,6 +190,8 @@ def _read_speed(buffer: torch.Tensor, repeats: int) -> float:
 
 def _buffer(num_bytes: int, advice: str) -> torch.Tensor:
     """A touched buffer of bytes on pages of the advised kind, or of any kind where no advice can be given."""
+    import torch
+
     if not hasattr(mmap, advice):
         return torch.ones(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

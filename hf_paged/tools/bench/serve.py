@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import math
 import time
@@ -15,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from ...errors import ConfigurationError, HfPagedError, MissingDependencyError
+from ...errors import ConfigurationError, HfPagedError
+from .machine import load_average, processor_info
+from .plots import check_target, plot_report
 from .report import log_console, write_json
 from .serve_arrivals import arrival_times
 from .serve_client import HttpClient
@@ -66,14 +67,12 @@ def run_serve_benchmark(settings: ServeBenchSettings) -> ServeRun:
             Which server, which load.
 
     Raises:
-        ConfigurationError: If the settings do not fit the server.
+        ConfigurationError: If the settings do not fit the server, or a figure could not be written.
         MissingDependencyError: If a figure is wanted that could not be drawn afterwards.
         ServerNotReadyError: If the server does not answer.
     """
-    if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            "`--plot` needs the package matplotlib, which is not installed: `pip install hf-paged[bench]`."
-        )
+    if settings.plot is not None:
+        check_target(settings.result_dir / "plot.png" if settings.plot == NAME_BY_ITSELF else settings.plot)
     return run_loop(_run(settings))
 
 
@@ -97,9 +96,7 @@ def write_files(settings: ServeBenchSettings, run: ServeRun) -> list[Path]:
     if figure == NAME_BY_ITSELF:
         figure = (saved or settings.result_dir / _own_name(settings, run.result)).with_suffix(".png")
     if figure is not None:
-        from .serve_plot import plot_run
-
-        plot_run(run.records, _caption(run.result), figure)
+        plot_report(run.result, figure)
     return [path for path in (saved, figure) if path is not None]
 
 
@@ -188,6 +185,8 @@ def _about(settings: ServeBenchSettings, model: str) -> dict[str, Any]:
         "endpoint": settings.path,
         "dataset_name": settings.dataset_name,
         "seed": settings.seed,
+        "machine": processor_info(),  # the client's
+        "load_average": [load_average()],
     }
 
 

@@ -159,7 +159,7 @@ class ServeBenchSettings:
         result_filename (`str`, *optional*):
             Name of the file.
         plot (`Path`, *optional*):
-            Draw latencies and load into a PNG file; without a name, to one beside the figures. Needs matplotlib.
+            Draw latencies and load into a .png, .svg or .pdf; without a name, to a PNG beside the figures.
         label (`str`, *optional*):
             Name of this run in results.
         metadata (`tuple[tuple[str, str], ...]`, defaults to `()`):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers
 
+from ... import __version__
 from ...configuration import PagedConfig
 from ...errors import ConfigurationError, UnknownNameError
+from ...kernels.cpu import library
 from ...registry import Registry
 from ..packaged_model import packaged_model_path
 from .baseline_process import StockTransformers
 from .engine_run import load_paged_model, warm_up
-from .machine import machine_info, measure_bandwidth
+from .machine import load_average, machine_info, measure_bandwidth
 from .report import Report
 from .workloads import TextTokens, Workload, build_workload
 
@@ -159,21 +163,37 @@ def open_session(options: BenchOptions) -> Iterator[BenchSession]:
         session.close()
 
 
+def all_benchmarks() -> Registry[Callable[[BenchSession], Report]]:
+    """Returns `BENCHMARKS` with all that there are."""
+    from . import (  # noqa: F401 - each registers itself
+        concurrency,
+        kernels,
+        latency,
+        long_context,
+        memory,
+        prefix,
+        start,
+        step,
+        throughput,
+    )
+
+    return BENCHMARKS
+
+
 def run_benchmark(name: str, options: BenchOptions) -> Report:
     """Runs a benchmark by its name.
 
     Args:
         name (`str`):
-            `"throughput"`, `"prefix"`, `"latency"`, `"long"`, `"step"`, `"kernels"`, `"memory"` or `"start"`.
+            A name of `BENCHMARK_HELP`.
         options (`BenchOptions`):
             What to measure.
 
     Raises:
         UnknownNameError: If there is none of that name.
     """
-    from . import kernels, latency, long_context, memory, prefix, start, step, throughput  # noqa: F401 - each registers itself
-
-    benchmark = BENCHMARKS.get(name)
+    benchmark = all_benchmarks().get(name)
+    load_before = load_average()
     with open_session(options) as session:
         report = benchmark(session)
     report.details |= {
@@ -181,6 +201,10 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
         "model": session.path,
         "dtype": options.dtype,
         "runs": options.runs,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"hf_paged": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "isa": None if torch.cuda.is_available() else library.status().isa,
+        "load_average": [load_before, load_average()],
         "machine": dataclasses.asdict(machine_info()),
     }
     report.notes.append(machine_info().describe())

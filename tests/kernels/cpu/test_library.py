@@ -244,7 +244,10 @@ def test_a_home_that_cannot_be_written_sends_the_library_to_a_folder_of_ones_own
 
 
 def test_a_cache_folder_whose_name_is_too_long_sends_the_library_to_a_folder_of_ones_own(place: Place):
-    assert place.temporary in place.load(HF_PAGED_CACHE=str(place.folder / ("long" * 100))).status.path.parents
+    loaded = place.load(HF_PAGED_CACHE=str(place.folder / ("long" * 100)))
+    assert place.temporary in loaded.status.path.parents
+    (told,) = [text for text in loaded.warnings if "HF_PAGED_CACHE" in text]
+    assert "longlong" in told and str(place.temporary) in told
 
 
 def test_a_cache_folder_that_runs_no_programs_sends_the_library_to_a_folder_of_ones_own(place: Place):
@@ -375,6 +378,22 @@ def test_only_the_newest_libraries_are_kept(place: Place):
     left = [path.name for path in native.iterdir() if path.is_dir()]
     assert len(left) == library_cache._KEPT and built.parent.name in left
     assert "old-11" in left and "old-0" not in left
+
+
+def test_a_build_that_takes_long_gives_signs_of_life(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(library_cache, "_WAITING_NOTE", 0.01)
+
+    def build(target: Path) -> None:
+        while "Still building" not in caplog.text:
+            time.sleep(0.01)
+        target.write_bytes(b"a library")
+
+    _, built_here = library_cache.obtain_entry("key", "compiler", "sources", build)
+    num_notes = caplog.text.count("Still building")
+    assert built_here and num_notes >= 1
+    time.sleep(0.05)
+    assert caplog.text.count("Still building") == num_notes  # and none after it
 
 
 def test_a_status_survives_json(place: Place):

@@ -1,0 +1,1 @@
+"""What the gateway examples share: servers, environments, load, checks, the report and the command line."""

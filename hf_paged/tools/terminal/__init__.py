@@ -1,0 +1,1 @@
+"""What `hf-paged chat`, `complete` and `generate` do. Only what opens a model of this machine imports torch."""

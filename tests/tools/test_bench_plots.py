@@ -1,0 +1,421 @@
+"""Pictures of benchmarks show the figures of their reports, fit their texts, and say early what keeps them from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.cpu import summary
+from benchmarks.cpu.peers import PEERS
+from benchmarks.serving import compare
+from hf_paged.cli import main
+from hf_paged.errors import ConfigurationError, MissingDependencyError, UnknownNameError
+from hf_paged.generation.stats import EngineStats
+from hf_paged.tools.bench import comparison, concurrency, kernels, memory, plots, serve, start, step
+from hf_paged.tools.bench.baselines import BaselineResult
+from hf_paged.tools.bench.engine_run import EngineRun
+from hf_paged.tools.bench.kernel_cases import Case
+from hf_paged.tools.bench.plots import ReportFileError, check_target, draw, plot_file, plot_report
+from hf_paged.tools.bench.run_watch import request_times
+from hf_paged.tools.bench.serve_records import RequestRecord
+from hf_paged.tools.bench.serve_settings import parse_settings
+from hf_paged.tools.bench.serve_statistics import summarize
+from hf_paged.tools.bench.session import BenchOptions, BenchSession, run_benchmark
+from hf_paged.tools.bench.workloads import TextTokens, Workload
+
+MIB = 2**20
+SPEEDS = {"hf_paged": 460.0, "one_by_one": 17.5, "static_batch": 93.0, "generate_batch": 75.0}
+TOKEN_TIMES = [[10.2, 10.25, 10.31], [10.4, 10.45]]
+SERVED = {
+    "served_bytes": 1200 * MIB,
+    "imported_bytes": 400 * MIB,
+    "weight_bytes": 250 * MIB,
+    "touched_pool_bytes": 480 * MIB,
+    "other_bytes": 70 * MIB,
+    "peak_loading_bytes": 900 * MIB,
+}
+
+
+class FakeWatch:
+    """What `RunWatch` would have seen."""
+
+    def __init__(self, engine: Any):
+        self.requests = request_times(TOKEN_TIMES, [10.0, 10.0])
+        self.timeline = {
+            "seconds": [0.0, 0.5, 1.0, 1.5],
+            "blocks_held": [0, 40, 60, 0],
+            "blocks_cached": [5, 5, 5, 70],
+            "tokens_stored": [0, 600, 950, 0],
+            "running": [0, 2, 2, 0],
+            "waiting": [2, 0, 0, 0],
+            "num_blocks": 400,
+            "block_size": 16,
+            "bytes_per_block": MIB // 4,
+        }
+
+
+def fake_ours(session: Any, workload: Workload, watch: Any = None) -> dict[str, Any]:
+    """As `measure_ours`, of a run that nobody made; more requests are faster."""
+    speed = SPEEDS["hf_paged"] * len(workload) / 64
+    run = EngineRun(speed, workload.num_output_tokens / speed, 0.3, 0.05, 119 * MIB, 115 * MIB, 0.036, 2000 * MIB,
+                    None, None, EngineStats(num_steps=128))  # fmt: skip
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(comparison, "run_workload", lambda *words, **more: (run, []))
+    monkey.setattr(comparison, "floor_seconds", lambda *words: run.seconds / 2)
+    try:
+        return REAL_OURS(session, workload, watch)
+    finally:
+        monkey.undo()
+
+
+def fake_stock(session: Any, workload: Workload, method: str, sample: int | None, *rest: Any) -> dict[str, Any]:
+    """As `measure_stock`, of a process that nobody started."""
+    speed = SPEEDS[method] * len(workload) / 64
+    result = BaselineResult(method, speed, 10.0, 5.0, method == "static_batch", "some of it", 369 * MIB, 121 * MIB,
+                            0.644, measured_share=0.5, requests=request_times(TOKEN_TIMES, [9.8, 9.8]))  # fmt: skip
+    return result.row() | {"read_bandwidth": 30e9, "requests": result.requests}
+
+
+REAL_OURS = comparison.measure_ours
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """Benchmarks run as they are, on a model that is not there."""
+    monkeypatch.setattr(BenchSession, "text", TextTokens(range(5000)))
+    monkeypatch.setattr(BenchSession, "model", SimpleNamespace(engine=None))
+    monkeypatch.setattr(BenchSession, "bandwidth", lambda self: 30e9)
+    for module in (comparison, concurrency):
+        monkeypatch.setattr(module, "measure_ours", fake_ours)
+        monkeypatch.setattr(module, "measure_stock", fake_stock)
+    monkeypatch.setattr(comparison, "RunWatch", FakeWatch)
+    monkeypatch.setattr(memory, "measure_served", lambda session: SERVED)
+    parts = {f"{part}_seconds": 0.001 for part in step.PARTS} | {"model_seconds": 0.06, "tokens_stored": 9000.0}
+    monkeypatch.setattr(
+        step,
+        "measure_steps",
+        lambda session, sampling, count: (
+            parts | {"overhead_seconds": 0.005, "step_seconds": 0.065, "num_running": count}
+        ),
+    )
+    floors = {"memory_floor_seconds": 0.02, "arithmetic_floor_seconds": 0.04, "floor_seconds": 0.04}
+    monkeypatch.setattr(step, "step_floors", lambda *words: floors)
+    monkeypatch.setattr(step, "measure_long_queue", lambda: 0.001)
+    monkeypatch.setattr(start, "measure_in_fresh_process", fake_start)
+    fake_kernels(monkeypatch)
+
+
+def fake_start(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    load = 1.5 if settings["system"] == "hf_paged" else 1.0
+    return {"load_seconds": load, "first_token_seconds": 0.25, "seconds": load + 0.25, "cpu_seconds": 2.0}
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cases(list):
+        dtype = "torch.bfloat16"
+
+    cases = Cases([Case("linear o, 1 row", (), num_bytes=3e7), Case("linear o, 256 rows", (), operations=2e9)])
+    monkeypatch.setattr(kernels, "make_cases", lambda session: cases)
+    monkeypatch.setattr(kernels, "measure", lambda case, count: [[2e-3], [8e-3]] if case.num_bytes else [[4e-3]])
+    monkeypatch.setattr(kernels.peaks, "used_instruction", lambda dtype: "fma")
+    monkeypatch.setattr(kernels.peaks, "peak_instructions", lambda: ("fma",))
+    monkeypatch.setattr(kernels.peaks, "peak_flops", lambda name: 1e12)
+
+
+def report_of(name: str, **options: Any) -> dict[str, Any]:
+    """A report as a file would hold it."""
+    chosen = {"model": "/models/a-model", "compare": "transformers", "runs": 2} | options
+    return json.loads(json.dumps(run_benchmark(name, BenchOptions(**chosen)).to_dict()))
+
+
+def serve_report(detailed: bool = True) -> dict[str, Any]:
+    settings = parse_settings(["--num-prompts", "3", "--dataset-name", "packaged"])
+    records = [
+        RequestRecord(start=5.0, arrivals=[5.1, 5.2, 5.4], end=5.4, output_tokens=6, is_complete=True),
+        RequestRecord(start=5.0, arrivals=[5.3, 5.5], end=5.5, output_tokens=2, is_complete=True),
+        RequestRecord(start=5.5, end=6.0, error_kind="http 503", error="no"),
+    ]
+    report = serve._about(settings, "a-model") | summarize(records, 1.0)
+    kept = report if detailed else {k: v for k, v in report.items() if k not in serve.DETAILS}
+    return json.loads(json.dumps(kept))
+
+
+def engines_report() -> dict[str, Any]:
+    def result(number: int, name: str) -> dict[str, Any]:
+        w1 = {"output_tokens_per_s": 400.0 + number if name == "hf_paged" else 300.0}
+        return {"workloads": {"W1": w1, "W3": {"seconds_per_token": 0.013}}, "errors": {}}
+
+    peers = [PEERS["hf_paged"], PEERS["vllm"]]
+    rows = summary.summarize(peers, SimpleNamespace(result=result), 2, None)  # type: ignore[arg-type]
+    machine = {"processor": "A processor, 2 cores", "read_bandwidth": 30e9}
+    return {"begun": "2026-01-02 03:04:05", "settings": {"rounds": 2, "model": "/models/a-model"}, "machine": machine,
+            "rows": rows, "targets": [], "unavailable": {}}  # fmt: skip
+
+
+def servers_report() -> dict[str, Any]:
+    def run(speed: float) -> dict[str, Any]:
+        return {"output_throughput": speed, "p99_ttft_ms": 900.0, "p99_itl_ms": 80.0, "failed": 0}
+
+    results = {"burst": {"hf_paged": [run(400.0), run(420.0)], "vllm": [run(200.0), run(210.0)]}}
+    medians = {load: {peer: compare.medians_of(runs) for peer, runs in by.items()} for load, by in results.items()}
+    return {"date": "2026-01-02", "cores": [0, 1], "starts": {}, "results": results, "medians": medians, "targets": []}
+
+
+def bar_ends(axis: Any) -> list[float]:
+    return [round(patch.get_x() + patch.get_width(), 6) for patch in axis.patches]
+
+
+def texts(figure: Any) -> str:
+    found = [text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
+    return " | ".join(found)
+
+
+def shown_texts(figure: Any) -> list[Any]:
+    """All but the labels of ticks outside of what an axis shows."""
+    found = list(figure.texts)
+    for axis in figure.axes:
+        found += [*axis.texts, axis.title, axis._left_title, axis.xaxis.label, axis.yaxis.label]
+        found += axis.get_legend().get_texts() if axis.get_legend() else []
+        for side, limits in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+            found += [t.label1 for t in side.get_major_ticks() if min(limits) <= t.get_loc() <= max(limits)]
+    return [text for text in found if text.get_text() and text.get_visible()]
+
+
+def line_named(axis: Any, label: str) -> Any:
+    return next(line for line in axis.lines if line.get_label() == label)
+
+
+def all_reports() -> dict[str, dict[str, Any]]:
+    names = [name for name in plots.PICTURES if name not in ("serve", "engines", "servers")]
+    reports = {name: report_of(name) for name in names}
+    others = {"serve": serve_report(), "engines": engines_report(), "servers": servers_report()}
+    return reports | others | {"serve without details": serve_report(detailed=False)}
+
+
+def test_every_picture_is_drawn_and_its_texts_lie_inside_it(tmp_path: Path):
+    drawn: set[str] = set()
+    for name, report in all_reports().items():
+        for picture in [p for p in plots.PICTURES[plots.kind_of(report)] if p not in drawn or "details" in name]:
+            drawn.add(picture)
+            figure = draw(report, picture)
+            figure.draw_without_rendering()
+            page = figure.bbox
+            for text in shown_texts(figure):
+                box = text.get_window_extent()
+                inside = page.x0 - 1 <= box.x0 and box.x1 <= page.x1 + 1 and page.y0 - 1 <= box.y0
+                assert inside and box.y1 <= page.y1 + 1, f"{name}, {picture}: {text.get_text()!r}"
+            panels = [axis.get_tightbbox() for axis in figure.axes]
+            for text, panel in itertools.product(figure.texts, panels):
+                box = text.get_window_extent()
+                assert box.y0 > panel.y1 - 1 or box.y1 < panel.y0 + 1, f"{name}, {picture}: a text lies on a panel"
+    plot_report(report, tmp_path / "new" / "a.png")
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_foot_says_what_was_measured_on():
+    report = report_of("throughput")
+    report["load_average"] = [0.5, report["machine"]["num_threads"] + 4.0]
+    shown = texts(draw(report)).replace(" | ", " ")  # lines of one text
+    for words in (report["machine"]["processor"][:10], "30.0 GB/s", "a-model in bfloat16", "torch", report["date"]):
+        assert words in shown
+    assert "other processes ran beside it" in shown
+    assert "other processes" not in texts(draw(report | {"load_average": [0.5]}))
+
+
+def test_speed_has_a_bar_for_each_system_and_compares_it():
+    report = report_of("throughput")
+    (axis,) = draw(report).axes
+    assert bar_ends(axis) == list(SPEEDS.values())
+    shown = texts(axis.figure)
+    assert "93.0 tok/s*   hf_paged is 4.9x as fast" in shown and "extrapolated" in shown
+    report["rows"][2]["measured_share"] = 0.01
+    assert "rough: 1.0% of it was measured" in texts(draw(report))
+
+
+def test_concurrency_has_a_line_for_each_system_over_the_number_of_requests():
+    report = report_of("concurrency")
+    (axis,) = draw(report).axes
+    line = line_named(axis, "hf_paged")
+    assert list(line.get_xdata()) == [1, 2, 4, 8, 16, 32, 64]
+    assert list(line.get_ydata()) == pytest.approx([460 * n / 64 for n in (1, 2, 4, 8, 16, 32, 64)])
+    assert line_named(axis, "Transformers, generate_batch").get_ydata()[-1] == pytest.approx(75)
+    assert axis.get_xlabel() == "requests at a time" and axis.get_ylabel() == "output tokens/s"
+    assert [row["concurrency"] for row in report_of("concurrency", count=6, compare=None)["rows"]] == [1, 2, 4, 6]
+
+
+def test_memory_shows_what_is_reserved_and_what_is_used():
+    kv, process = draw(report_of("memory")).axes
+    assert bar_ends(kv) == [119, 369, 369, 369, 115, 121, 121, 121]
+    assert bar_ends(process) == [400, 650, 1130, 1200]
+    assert "369 MiB reserved, 121 used; 64.4% wasted" in texts(kv.figure)
+
+
+def test_the_pool_over_time_adds_up():
+    figure = draw(report_of("memory"), "pool")
+    pool, requests = figure.axes[:2]
+    heights = [area.get_paths()[0].vertices[:, 1].max() for area in pool.collections]
+    assert heights == [60, 70, 400], "held, cached on top of it, and free up to the whole pool"
+    assert list(pool.lines[0].get_ydata()) == [0, 600 / 16, 950 / 16, 0]
+    assert list(requests.lines[0].get_ydata()) == [0, 2, 2, 0] and list(requests.lines[1].get_ydata()) == [2, 0, 0, 0]
+    assert "at most 60 held" in texts(figure)
+
+
+def test_latency_marks_percentiles_of_all_requests():
+    first, between = draw(report_of("latency")).axes
+    curve = line_named(first, "hf_paged")
+    assert list(curve.get_xdata()[1:]) == pytest.approx([200, 200, 400, 400]), "two requests in each of two runs, ms"
+    assert list(curve.get_ydata()) == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
+    assert max(line_named(between, "hf_paged").get_xdata()) == pytest.approx(60)
+    shown = texts(first.figure)
+    assert "hf_paged: p50 300, max 400 ms" in shown and "memory allows" in shown
+
+
+def test_a_step_is_cut_into_parts_beside_its_floors():
+    whole, beside = draw(report_of("step")).axes
+    assert [tick.get_text() for tick in whole.get_xticklabels()] == ["1", "2", "4", "8", "16", "32", "64"]
+    model, rest = whole.containers
+    assert [bar.get_height() for bar in model] == pytest.approx([60] * 7)
+    assert [bar.get_height() for bar in rest] == pytest.approx([5] * 7)
+    floors = [line.get_ydata()[0] for line in whole.lines if line.get_label() == "arithmetic_floor_seconds"]
+    assert floors == pytest.approx([40] * 7)
+    assert sum(container[0].get_height() for container in beside.containers) == pytest.approx(5)
+
+
+def test_operators_are_shown_as_shares_of_their_floor():
+    (axis,) = draw(report_of("kernels")).axes
+    assert bar_ends(axis) == [50.0, 50.0]
+    assert list(line_named(axis, "torch").get_xdata()) == pytest.approx([12.5])
+
+
+def test_a_start_has_two_parts():
+    (axis,) = draw(report_of("start")).axes
+    assert bar_ends(axis) == [1.75, 1.25, 1.5, 1.0] and "1.50 + 0.25 s" in texts(axis.figure)
+
+
+def test_a_served_run_is_drawn_from_its_details():
+    requests, tokens, seconds, opened = draw(serve_report()).axes
+    first = line_named(requests, "time to the first token").get_xdata()
+    assert list(first[1:]) == pytest.approx([100, 300]), "the failed request has no first token"
+    assert list(line_named(tokens, "between chunks").get_xdata()[1:]) == pytest.approx([100, 200, 200])
+    assert sum(bar.get_height() for bar in seconds.patches) == pytest.approx(8)
+    assert max(opened.lines[0].get_ydata()) == 2 and "1 failed" in texts(opened.figure)
+
+
+def test_without_details_a_served_run_shows_its_percentiles():
+    (axis,) = draw(serve_report(detailed=False)).axes
+    report = serve_report()
+    assert list(axis.lines[0].get_xdata()) == [report["median_ttft_ms"], report["p99_ttft_ms"]]
+
+
+def test_peers_have_a_bar_and_a_dot_for_each_round():
+    first, second, third, fourth = draw(engines_report()).axes
+    assert bar_ends(first) == [401.5, 300] and list(first.lines[0].get_xdata()) == [401, 402]
+    assert bar_ends(third) == [13, 13] and not bar_ends(second) and not bar_ends(fourth)
+    axes = draw(servers_report()).axes
+    assert bar_ends(axes[0]) == [410, 205] and bar_ends(axes[1]) == [900, 900]
+
+
+def test_pyplot_is_not_touched():
+    before = "matplotlib.pyplot" in sys.modules
+    draw(report_of("throughput"))
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+def test_a_picture_is_drawn_again_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report_of("memory")))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "plot", str(file), "--picture", "pool", "--plot", str(tmp_path / "pool.svg")])
+    assert not ended.value.code and "pool.svg" in capsys.readouterr().err
+    assert "<svg" in (tmp_path / "pool.svg").read_text()
+    assert plot_file(file) == tmp_path / "report.png" and (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"benchmark": "throughput", "rows"', "is not whole JSON"),
+        ("[1]", "holds list"),
+        ('{"rows": []}', "no report of a benchmark"),
+        ('{"benchmark": "memory", "rows": [{"system": "hf_paged"}], "workload": "W1"}', "KeyError: 'kv_bytes_held'"),
+        ('{"benchmark": "step", "rows": 5, "runs": 1}', "measure again"),
+        ('{"benchmark": ["step"]}', "no report of a benchmark"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "report.json"
+    file.write_text(text)
+    with pytest.raises(ReportFileError, match=message):
+        plot_file(file)
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_file_that_is_missing_or_binary_is_refused(tmp_path: Path):
+    with pytest.raises(ReportFileError, match="No such file"):
+        plot_file(tmp_path / "nothing.json")
+    (tmp_path / "binary").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ReportFileError, match="not whole JSON"):
+        plot_file(tmp_path / "binary")
+
+
+def test_an_older_report_without_a_timeline_says_so(tmp_path: Path):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({k: v for k, v in report_of("throughput").items() if k != "timeline"}))
+    with pytest.raises(ReportFileError, match="KeyError: 'timeline'.*measure again"):
+        plot_file(file, picture="pool")
+    assert plot_file(file).exists()
+
+
+def test_an_unknown_picture_lists_those_that_there_are(tmp_path: Path):
+    with pytest.raises(UnknownNameError, match="available: memory, pool, speed, latency"):
+        check_target(tmp_path / "a.png", "memory", "nonsense")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command line says before it measures anything."""
+
+    def measure(*words: Any) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr("hf_paged.tools.bench.session.run_benchmark", measure)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_what_prevents_a_picture_is_said_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").touch()
+    for words, message in (
+        (["--plot", "a.gif"], "must name a file that ends in .png, .svg, .pdf"),
+        (["--plot", str(tmp_path / "file" / "a.png")], "cannot be written"),
+        (["--plot", str(tmp_path)], "must name a file"),
+        (["--picture", "cats"], "available: speed, latency, memory, pool"),
+        (["--json", str(tmp_path / "file" / "a.json")], "`--json` names"),
+    ):
+        assert message in refused(monkeypatch, capsys, "throughput", *words)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'hf-paged[bench]'" in refused(monkeypatch, capsys, "step", "--plot", str(tmp_path / "a.png"))
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_server_is_not_asked_for_a_picture_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for name, error in ((tmp_path / "file" / "a.png", "cannot be written"), (tmp_path / "a.jpeg", "must name a file")):
+        with pytest.raises(ConfigurationError, match=error):
+            serve.run_serve_benchmark(parse_settings(["--plot", str(name), "--base-url", "http://127.0.0.1:1"]))
+
+
+def test_without_matplotlib_a_report_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "report.json").write_text(json.dumps(serve_report()))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="matplotlib"):
+        plot_file(tmp_path / "report.json")
