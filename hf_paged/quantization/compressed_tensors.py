@@ -189,7 +189,7 @@ def _linear_format(name: str, group: Mapping[str, Any], layout: str | None) -> L
             raise CheckpointError(
                 f"`config_groups.{name}.weights.group_size` must be a whole number from 1, got {size!r}."
             )
-        return PackedLinear(bits, size if strategy == "group" else -1, strategy == "tensor", symmetric)
+        return PackedLinear(bits, size if size and strategy == "group" else -1, strategy == "tensor", symmetric)
     plain = layout in ("int-quantized", "float-quantized", "naive-quantized")
     if kind == "int" and plain and bits == 8 and strategy in ("tensor", "channel"):
         return ScaledLinear("compressed-tensors, int8", (torch.int8,))

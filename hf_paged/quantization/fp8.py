@@ -22,14 +22,11 @@ _DTYPES = (torch.float8_e4m3fn,)
 
 
 class _Float8Format(CheckpointFormat):
-    """Reads `modules_to_not_convert`; a subclass says how the others are stored."""
+    """All linears in one way, but for those that `modules_to_not_convert` names."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], linear: ScaledLinear):
         self._dense = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
-        self._linear = self._read(config)
-
-    def _read(self, config: Mapping[str, Any]) -> ScaledLinear:
-        raise NotImplementedError
+        self._linear = linear
 
     def linear_format(self, module: str) -> LinearFormat | None:
         dense = any(
@@ -47,7 +44,7 @@ class Fp8Format(_Float8Format):
             The `quantization_config`.
     """
 
-    def _read(self, config: Mapping[str, Any]) -> ScaledLinear:
+    def __init__(self, config: Mapping[str, Any]):
         block = config.get("weight_block_size", (128, 128))
         if block is not None and (
             not isinstance(block, (list, tuple))
@@ -58,7 +55,8 @@ class Fp8Format(_Float8Format):
                 f"`weight_block_size` in the `quantization_config` of method 'fp8' must be two whole numbers such as "
                 f"[128, 128], or null, got {block!r}."
             )
-        return ScaledLinear("FP8", _DTYPES, "weight_scale_inv", None if block is None else (block[0], block[1]))
+        size = None if block is None else (block[0], block[1])
+        super().__init__(config, ScaledLinear("FP8", _DTYPES, "weight_scale_inv", size))
 
 
 @FORMATS.register("fbgemm_fp8")
@@ -70,5 +68,5 @@ class FbgemmFp8Format(_Float8Format):
             The `quantization_config`.
     """
 
-    def _read(self, config: Mapping[str, Any]) -> ScaledLinear:
-        return ScaledLinear("fbgemm FP8", _DTYPES)
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config, ScaledLinear("fbgemm FP8", _DTYPES))

@@ -43,7 +43,7 @@ class PagedQuantizationConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, original: dict[str, Any], **kwargs: Any):
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.original = original
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class PagedQuantizer(HfQuantizer):
             dense = nn.Linear(1, 1, bias=False, device="meta")
             dense.in_features, dense.out_features = module.in_features, module.out_features
             dense.weight = nn.Parameter(module.dequantize().to(dtype or torch.float32), requires_grad=False)
-            dense.bias = module.bias
+            dense.register_parameter("bias", module.bias)
             model.set_submodule(name, dense)
         return model
 
