@@ -13,6 +13,7 @@ PASSED_ON = (
     "bitsandbytes",
     "gguf",
     "torchao",
+    "fp8",  # dense on a CPU, kernels of its own on GPUs that have float8
     "mxfp4",
     "hqq",
     "quanto",

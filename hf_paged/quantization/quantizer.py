@@ -57,7 +57,7 @@ class PagedQuantizationConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class PagedQuantizer(HfQuantizer):
-    """Loads GPTQ, AWQ, FP8 and compressed-tensors checkpoints without another package, on any device.
+    """Loads checkpoints of all `FORMATS` without another package, on any device.
 
     Args:
         quantization_config (`PagedQuantizationConfig`):

@@ -68,18 +68,14 @@ CASES = {
         scheme("float-quantized", type="float", num_bits=8, strategy="block", block_structure=list(BLOCK)),
         packers.float8("weight_scale", lambda out, inputs: (-(-out // 32), -(-inputs // 32)), BLOCK),
     ),
-    "fp8, fine-grained": (
-        {"quant_method": "fp8", "weight_block_size": [48, 40], "activation_scheme": "dynamic"},
-        packers.float8("weight_scale_inv", lambda out, inputs: (-(-out // 48), -(-inputs // 40)), (48, 40)),
-    ),
     "fp8 of fbgemm": (
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
         packers.float8("weight_scale", lambda out, inputs: (out, 1)),
     ),
     **{
         f"fp8, scale of shape {shape}": (
-            {"quant_method": "fp8", "weight_block_size": None},
-            packers.float8("weight_scale_inv", lambda out, inputs, shape=shape: shape),
+            scheme("float-quantized", type="float", num_bits=8, strategy="tensor"),
+            packers.float8("weight_scale", lambda out, inputs, shape=shape: shape),
         )
         for shape in ((), (1,), (1, 1))
     },
