@@ -48,11 +48,16 @@ def opened(
     if demo or engine:
         other = "--demo" if demo else flag(next(iter(engine)))
         raise UsageError(f"`{other}` is for a model of this machine; leave it or `--base-url` out.")
+    from ..errors import ConfigurationError
     from ..serving.process_list import hide
-    from ..tools.terminal.remote import RemoteServer
+    from ..tools.terminal.remote import RemoteServer, check_server
 
     if api_key:
         hide([api_key])
+    try:
+        check_server(base_url, api_key)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
     with waiting_for(f"Asking {base_url}"):
         server = RemoteServer(base_url, model, api_key, seed)
     yield server

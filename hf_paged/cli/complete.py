@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from typing import Annotated, Any
 
@@ -40,6 +39,7 @@ def complete(
 ) -> None:
     """Continue one text, as it is: without a chat template. The continuation is streamed to standard output."""
     from ..tools.terminal.screen import Screen
+    from ..tools.terminal.texts import to_json
 
     model, prompts = split_words(list(words or ()), served_model, named=demo or base_url is not None)
     if len(prompts) > 1:
@@ -48,12 +48,15 @@ def complete(
     screen = Screen()
     seed = sampling.pop("seed", None)
     with opened(model, demo, base_url, api_key, engine, seed) as answerer, stopping_only():
-        answer = answerer.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling}, _nothing if json else screen.write)
+        write = _nothing if json else screen.write
+        try:
+            answer = answerer.complete(prompt, {"max_tokens": MAX_TOKENS, **sampling}, write)
+        finally:
+            screen.end_answer()  # also of one that broke off, before it is told why
         if json:
             fields = {"model": answerer.name, "prompt": prompt, **answer.to_dict()}
-            typer.echo(json_format.dumps(fields, ensure_ascii=False))
+            screen.write(to_json(fields) + "\n")
             return
-        screen.end_answer()
         screen.note(f"({answer.describe()})")
 
 

@@ -127,11 +127,12 @@ def _wants_text(json: bool | None, output: str) -> bool:
 
 
 def _for_people(entry: dict[str, Any]) -> None:
-    from ..tools.terminal.screen import printable
+    from ..tools.terminal.files import write_out
+    from ..tools.terminal.texts import printable
 
     asked = entry.get("prompt") or (entry["messages"][-1]["content"] if entry.get("messages") else "")
     answer = entry.get("text") or entry.get("error", {}).get("message", "")
-    typer.echo(printable(f"> {asked}\n{answer.strip()}\n"))
+    write_out(printable(f"> {asked}\n{answer.strip()}\n\n"))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import typer
 from . import exits, interrupts
 from .usage import ClickException, unknown_flag
 
+_VARIABLES = ("HF_PAGED_CPU_ISA=", "HF_PAGED_CPU_PIN=")
 _LONGEST = 1000  # characters of a message: some libraries write pages
 
 
@@ -25,9 +27,21 @@ def run(arguments: list[str]) -> int:
     arguments, debug = _take_debug(arguments)
     try:
         code = _ended_by(arguments, debug)
+    except BrokenPipeError:
+        _drop_output()
+        return exits.READER_GONE
+    return _flushed(code)
+
+
+def _flushed(code: int) -> int:
+    try:
         sys.stdout.flush()
     except BrokenPipeError:
-        return _reader_gone()
+        _drop_output()
+        return exits.READER_GONE
+    except OSError as error:
+        _drop_output()
+        return _failed(error) if code == exits.DONE else code
     return code
 
 
@@ -96,10 +110,16 @@ def _message(error: Any, context: Any) -> str:
 
 
 def _failed(error: Exception) -> int:
+    from ..errors import ConfigurationError
     from ..serving.command_line import UsageError
 
-    print(f"hf-paged: {_one_line(str(error)) or type(error).__name__}", file=sys.stderr)
-    if isinstance(error, UsageError):
+    said = str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        said = f"What is written has no room: {error.strerror}; make room, or write to another place."
+    print(f"hf-paged: {_one_line(said) or type(error).__name__}", file=sys.stderr)
+    # The variables of the native operators are read by layers that know of no command line.
+    is_variable = isinstance(error, ConfigurationError) and said.startswith(_VARIABLES)
+    if is_variable or isinstance(error, UsageError):
         print("(see hf-paged --help)", file=sys.stderr)
         return exits.WRONG_USAGE
     print(f"({type(error).__name__}; run it again with --debug for the traceback)", file=sys.stderr)
@@ -107,15 +127,16 @@ def _failed(error: Exception) -> int:
 
 
 def _one_line(text: str) -> str:
-    text = " ".join(text.split())
+    from ..tools.terminal.texts import printable
+
+    text = printable(" ".join(text.split()))
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def _reader_gone() -> int:
-    """Nobody reads what is left in the buffer of stdout, and Python would complain about that at its end."""
+def _drop_output() -> None:
+    """What is left in the buffer of stdout has nowhere to go, and Python would complain about that at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
     except (OSError, ValueError):  # a stdout that is no file
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for what is left of the process
-    return exits.READER_GONE

@@ -68,7 +68,10 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     if settings.page:
         app.state.watchers = engine_events.watchers_of(service)
-        app.include_router(page.router)
+        for path in page.paths_of(settings.root_path):
+            app.router.add_api_route(
+                path, page.show_page, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
+            )
         app.include_router(engine_events.router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -98,7 +101,7 @@ def _layers(settings: ServerSettings, service: Service, work: Work) -> list[Midd
         layers.append(Middleware(HostMiddleware, hosts=settings.allowed_hosts))
     if settings.api_key:
         # The page holds nothing but a place to type a key in.
-        opened = OPEN_PATHS | {"/"} if settings.page else OPEN_PATHS
+        opened = OPEN_PATHS | page.paths_of(settings.root_path) if settings.page else OPEN_PATHS
         layers.append(Middleware(KeyMiddleware, keys=settings.api_key, root_path=settings.root_path, open_paths=opened))
     return [
         *layers,

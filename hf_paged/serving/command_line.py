@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ _YES, _NO = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _LONGEST_SHOWN = 80
+_MOST_VALUES = 10_000  # in a file, an alias counted wherever it stands
 
 
 class UsageError(ConfigurationError):
@@ -330,7 +332,7 @@ def _scalar(value: Any) -> Any:
     """The value of a flag that is vLLM's: a number or JSON, or else a text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -359,10 +361,14 @@ def _read_file(path: str) -> dict[str, Any]:
         parsed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config` {path!r} cannot be read: {_reason(error)}.") from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise UsageError(f"`--config` {path!r} has too many brackets within one another.") from None
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, and the like
         raise UsageError(f"`--config` {path!r} is not YAML: {' '.join(str(error).split())}.") from None
     if parsed is None:
         return {}
+    if not _is_small(parsed):
+        raise UsageError(f"`--config` {path!r} holds more than {_MOST_VALUES:,} values, its aliases written out.")
     if not isinstance(parsed, dict):
         raise UsageError(f"`--config` {path!r} must hold `name: value` lines, not a {type(parsed).__name__}.")
     found: dict[str, Any] = {}
@@ -377,6 +383,19 @@ def _read_file(path: str) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"`{key}` {error}, got {_shown(value)} (in {path}).") from None
     return found
+
+
+def _is_small(parsed: Any) -> bool:
+    """Whether a value has few parts. With aliases some lines can stand for billions, or a list hold itself."""
+    waiting, seen = [parsed], 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        if seen + len(waiting) + len(parts) > _MOST_VALUES:
+            return False
+        waiting += parts
+    return True
 
 
 def _is_switch(name: str) -> bool:
@@ -399,5 +418,5 @@ def _reason(error: Exception) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."

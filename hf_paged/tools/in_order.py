@@ -35,22 +35,34 @@ class InOrder(Generic[T, R]):
             things (`Iterable` or `AsyncIterator`):
                 Read as there is room.
             take (`Callable[[R], Any]`):
-                Gets each result.
+                Gets each result. What it raises ends the whole, and it gets no more.
         """
         reader = asyncio.create_task(self._read(things))
+        can_take = True
+
+        def hand_on(result: R) -> None:
+            nonlocal can_take
+            try:
+                take(result)
+            except Exception:
+                can_take = False
+                raise
+
         try:
             while (task := await self._in_order.get()) is not None:
-                take(await task)
+                hand_on(await task)
             await reader
         finally:
             reader.cancel()
-            while not self._in_order.empty():
-                task = self._in_order.get_nowait()
-                if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-                    take(task.result())
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(reader, *self._running, return_exceptions=True)
+            try:
+                while can_take and not self._in_order.empty():
+                    task = self._in_order.get_nowait()
+                    if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+                        hand_on(task.result())
+            finally:
+                for task in self._running:
+                    task.cancel()
+                await asyncio.gather(reader, *self._running, return_exceptions=True)
 
     async def _read(self, things: Iterable[T] | AsyncIterator[T]) -> None:
         try:

@@ -109,6 +109,29 @@ def test_an_answer_can_be_asked_for_again(screen):
     assert len(screen.find("button.again").all()) == 1, "only the last answer can"
 
 
+def test_a_question_that_failed_is_not_sent_again_with_the_next(screen):
+    screen.set(max_tokens="5")
+    first = screen.ask("Hello")
+    error = {"error": {"message": "No."}}
+    screen.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    screen.send("Invent")
+    screen.answer("failed")
+    screen.page.unroute("**/v1/chat/completions")
+    turns = [(message["role"], message["content"]) for message in sent(screen, "And then?")["messages"]]
+    assert turns == [("user", "Hello"), ("assistant", first), ("user", "And then?")]
+
+
+def test_an_answer_whose_page_was_left_is_kept_and_says_so(screen):
+    screen.send("Go on and on")
+    screen.answer("streaming")
+    screen.expect("article.assistant .text").not_to_have_text("")
+    screen.page.reload()
+    screen.connected()
+    answer = screen.answer("failed")
+    assert answer.locator(".text").inner_text()
+    assert answer.locator(".problem").inner_text() == "The page was left before the answer was complete."
+
+
 def test_a_conversation_can_be_cleared(screen):
     screen.set(max_tokens="5")
     screen.ask("Hello")
@@ -116,6 +139,18 @@ def test_a_conversation_can_be_cleared(screen):
     assert not screen.find("article").all()
     screen.expect("#welcome").to_be_visible()
     assert len(sent(screen, "Hello again")["messages"]) == 1
+
+
+def test_what_was_kept_of_a_visit_and_is_damaged_is_left_out(screen):
+    good = {"role": "user", "content": "Still here"}
+    damaged = [None, 5, {"role": "user", "content": 5}, {"role": "x", "content": "x"}, {**good, "stats": None}]
+    for kept, articles in (('{"a":1}', 0), ("5", 0), ("[", 0), (json.dumps([*damaged, good]), 1)):
+        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.messages', kept)", kept)
+        screen.page.evaluate("kept => sessionStorage.setItem('hf_paged.key', kept)", '{"a":1}')
+        screen.page.reload()
+        screen.connected()
+        assert screen.find("article").count() == articles, kept
+    assert screen.find("article .text").inner_text() == "Still here"
 
 
 def test_a_schema_makes_an_answer_json(screen):
@@ -193,6 +228,28 @@ def test_an_error_within_a_stream_is_shown_and_what_came_before_stays(screen):
     assert answer.locator(".problem").inner_text() == "The answer broke off. The step failed."
 
 
+def test_an_event_that_is_no_piece_of_an_answer_is_a_problem_in_words(screen):
+    events = {
+        "null": "The server sent an event that is no JSON object: null",
+        "5": "The server sent an event that is no JSON object: 5",
+        "{": "The server sent an event that is no JSON object: {",
+        '{"error":"x"}': "x",
+        '{"error":{"message":""}}': "The server told of an error, and not of which.",
+        '{"choices":5}': "The server did not answer as OpenAI does; `choices`: 5",
+        '{"choices":["a"]}': 'The server did not answer as OpenAI does; `choices`: ["a"]',
+        '{"choices":[{"delta":{"content":{}}}]}': "The server did not answer as OpenAI does; "
+        '`choices`: [{"delta":{"content":{}}}]',
+    }
+    bodies = iter([f"data: {event}\n\n" for event in events])
+    screen.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies))
+    )
+    for problem in events.values():
+        screen.send("Hello")
+        assert screen.answer("failed").locator(".problem").inner_text() == problem
+        screen.find("#clear").click()
+
+
 def test_what_a_model_or_a_person_writes_is_never_markup(screen):
     title = screen.page.title()
     screen.set(schema=json.dumps({"enum": [MARKUP]}), max_tokens="300")
@@ -212,6 +269,20 @@ def test_what_a_model_or_a_person_writes_is_never_markup(screen):
     assert answer.locator("strong").count() == answer.locator(".text > code").count() == 1
     assert screen.find("article img, article b, article script").count() == 0
     assert screen.page.title() == title
+
+
+def test_a_very_long_answer_is_shown_as_it_was_written(screen):
+    words = "**b** `c` " * 100_000
+    chunk = {"id": "1", "choices": [{"delta": {"content": words}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    screen.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+    )
+    screen.send("Go on")
+    answer = screen.answer()
+    assert answer.locator(".text").evaluate("node => node.textContent") == words
+    assert answer.locator(".text *").count() == 0
+    assert "shown as it was written" in answer.locator(".stats").inner_text()
 
 
 def test_thinking_is_shown_apart(screen):
@@ -245,7 +316,7 @@ def test_the_keyboard_is_enough(screen):
         outlined = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outlined != "none", f"{seen[-1]} does not show that it has the focus"
         assert len(seen) < 60
-    assert {"again", "conversation", "engine-button", "theme-button", "key-button", "model"} <= set(seen)
+    assert {"again", "conversation", "engine-button", "theme-button", "model"} <= set(seen)
     press("Enter")
     page.keyboard.type("One line")
     assert focused() == "message"

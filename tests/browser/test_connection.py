@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -71,6 +73,25 @@ def test_without_a_key_the_page_says_what_is_missing_and_can_be_helped(open_page
     screen.answer()
 
 
+def test_a_key_that_the_chat_asked_for_unlocks_the_whole_page_and_typing_it_is_not_timed(open_page, guarded):
+    screen = open_page(guarded)
+    type_key(screen, "sk-wrong")
+    screen.expect("#key-problem").to_contain_text("refused this key")
+    screen.find("#key-cancel").click()
+    screen.expect("#connection").to_have_text("A key is needed")
+    screen.set(max_tokens="5")
+    screen.send("Hello")
+    screen.expect("#key-dialog").to_be_visible()
+    screen.page.evaluate("const now = performance.now.bind(performance); performance.now = () => now() + 1e6")
+    type_key(screen, "sk-right")
+    stats = screen.answer().locator(".stats").inner_text()
+    [(number, unit)] = re.findall(r"first token after ([\d.]+) (m?s)", stats)
+    assert unit == "ms" or float(number) < 900, "the clock went on by 1000 s while the key was typed"
+    screen.connected()
+    screen.expect("#engine-problem").to_be_hidden()
+    screen.expect("#model").to_have_value("tiny")
+
+
 def test_a_restart_is_said_and_survived_even_with_another_key_and_model(open_page, make_server):
     first = make_server()
     screen = open_page(first).connected()
@@ -78,6 +99,7 @@ def test_a_restart_is_said_and_survived_even_with_another_key_and_model(open_pag
     screen.ask("Hello")
     first.__exit__()
     screen.expect("#connection").to_have_text("Connection lost, reconnecting…")
+    screen.expect("#engine-problem").to_be_hidden()
     screen.send("Are you there?")
     assert "cannot be reached" in screen.answer("failed").locator(".problem").inner_text()
     screen.shoot("connection-lost")
@@ -117,10 +139,10 @@ def test_a_server_without_events_is_told_apart_from_one_that_is_gone(open_page, 
 
 def test_the_page_works_behind_a_prefix(open_page, make_server):
     server = make_server(root_path="/api")
-    for path in ("/api/", "/"):
+    for path in ("/api/", "/api", "/"):
         screen = open_page(server, path).connected()
         paths = []
         screen.page.on("request", lambda request, paths=paths: paths.append(request.url.removeprefix(server.url)))
         screen.set(max_tokens="5")
         assert screen.ask("Hello")
-        assert f"{path}v1/chat/completions" in paths
+        assert f"{path.rstrip('/')}/v1/chat/completions" in paths

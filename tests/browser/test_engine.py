@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 
 import pytest
@@ -70,10 +72,10 @@ def test_pointing_at_a_block_names_its_request_and_how_full_it_is(screen, server
         wait_until(lambda: all(len(blocks) > 21 for _, (blocks,) in manager.tables()))
         wait_until(lambda: totals(screen)[2] > 20)
         canvas, info = screen.find("canvas.pool"), screen.find("#block-info")
-        box, columns = canvas.bounding_box(), int(canvas.get_attribute("data-columns"))
+        box = canvas.bounding_box()
+        columns, step = (int(canvas.get_attribute(f"data-{name}")) for name in ("columns", "step"))
 
         def said_of(block):
-            step = box["width"] / columns
             x, y = (block % columns + 0.5) * step, (block // columns + 0.5) * step
             screen.page.mouse.move(box["x"] + x, box["y"] + y)
             return info.inner_text()
@@ -99,6 +101,41 @@ def test_the_keyboard_goes_from_block_to_block(screen):
     canvas.press("ArrowUp")
     assert not info.inner_text().startswith("Block 599:")
     assert re.search("free|Free|cached|Cached", info.inner_text())
+
+
+@pytest.mark.parametrize(("width", "num_used"), [(1360, 3), (390, 3), (390, 3000), (1360, 13_399)])
+def test_of_a_large_pool_what_was_used_is_drawn_in_squares_that_can_be_pointed_at(open_page, server, width, num_used):
+    def answer(route):
+        """Tells once of a pool whose first blocks are cached, three of them held; a page that asks again waits."""
+        if answered:
+            return
+        answered.append(route)
+        with server.client() as client, client.stream("GET", "/engine/events") as events:
+            told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
+        bits = "".join("1" if block < num_used else "0" for block in range(13_400))
+        told["marks"] = [base64.b64encode(int(bits, 2).to_bytes(len(bits) // 8)).decode()]
+        told["about"]["num_blocks"], told["tables"] = [13_399], {"one": [0, [[0, 1, num_used - 1]]]}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(told)}\n\n")
+
+    answered = []
+    screen = open_page(server, viewport={"width": width, "height": 844}).connected()
+    screen.page.route("**/engine/events", answer)
+    screen.page.reload()
+    if width == 390:
+        screen.find("#engine-button").click()
+    screen.expect("#figure-held").to_have_text("0.02 %")
+    assert totals(screen) == [13_399 - num_used, num_used - 3, 3, 0]
+    canvas, info = screen.find("canvas.pool"), screen.find("#block-info")
+    columns, step = (int(canvas.get_attribute(f"data-{name}")) for name in ("columns", "step"))
+    assert step >= 8 and columns * step <= canvas.bounding_box()["width"]
+    canvas.hover(position={"x": 2.5 * step, "y": step / 2})
+    screen.expect("#block-info").to_contain_text("Block 2:")
+    canvas.press("End")
+    last = int(re.match(r"Block (\d+):", info.inner_text())[1])
+    assert max(500, num_used) <= last + 1 <= 13_399
+    more = screen.find("#pools .hint").inner_text()
+    assert more == (f"… and {13_398 - last:,} more free blocks" if last < 13_398 else "")
+    screen.shoot(f"large-pool-{width}-{num_used}")
 
 
 def test_latencies_are_drawn(screen, server):

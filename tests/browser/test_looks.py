@@ -50,7 +50,12 @@ def test_contrast_and_labels_are_right(open_page, server, axe, scheme):
     screen.find("#schema").fill("{")
     axe(screen)
     screen.shoot(f"settings-{scheme}")
-    screen.find("#key-button").click()
+    screen.expect("#key-button").to_be_hidden()  # nobody asked for a key
+    screen.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=401, json={}))
+    screen.find("#schema-on").uncheck()
+    screen.send("Hello")
+    screen.expect("#key-dialog").to_be_visible()
+    screen.expect("#key-button").to_be_visible()
     axe(screen)
 
 

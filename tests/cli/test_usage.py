@@ -16,6 +16,7 @@ import typer
 from hf_paged.cli import answerer, exits, interrupts, main
 from hf_paged.cli.app import app
 from hf_paged.cli.options import takes_model, takes_sampling
+from hf_paged.kernels.cpu import isa, threads
 from hf_paged.serving import lifecycle
 from hf_paged.serving.command_line import make_settings
 from tests.cli.helps import COMMANDS, example_lines, help_of
@@ -136,6 +137,46 @@ def test_wrong_usage_is_two_lines_and_exit_code_two(arguments, message, help, ca
     assert second.startswith(f"(see {help}") and second.endswith("--help)")
 
 
+def test_an_error_on_stderr_is_not_obeyed_by_a_terminal(capsys, monkeypatch):
+    def broken(settings: Any) -> None:
+        raise ValueError("no \x1b[2J and \u202e")
+
+    monkeypatch.setattr(answerer, "fetched", broken)
+    assert call("chat", "m") == exits.FAILED
+    assert capsys.readouterr().err.startswith("hf-paged: no \ufffd[2J and \ufffd\n")
+    assert call("chat", "--\x9b2Jm") == exits.WRONG_USAGE
+    assert "\x9b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check"),
+    [
+        (isa.VARIABLE, "avx3", isa.requested_isa),
+        (isa.VARIABLE, "amx", lambda: isa.check_available("amx", ("avx2", "torch"))),
+        (threads.PIN_VARIABLE, "yes", threads.pinning_requested),
+    ],
+)
+def test_a_wrong_variable_of_the_native_operators_is_wrong_usage(variable, value, check, capsys, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(answerer, "fetched", lambda settings: check())
+    assert call("chat", "m") == exits.WRONG_USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"hf-paged: {variable}={value!r}") and second == "(see hf-paged --help)"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:80 80", "http://u:p@host"])
+def test_a_wrong_url_of_a_server_is_wrong_usage(url, capsys):
+    assert call("complete", "--base-url", url, "Hi") == exits.WRONG_USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("hf-paged: `--base-url` must") and second == "(see hf-paged complete --help)"
+
+
+def test_a_key_that_can_be_none_is_wrong_usage(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secr€t")
+    assert call("complete", "--base-url", "http://127.0.0.1:1", "Hi") == exits.WRONG_USAGE
+    assert capsys.readouterr().err.startswith("hf-paged: OPENAI_API_KEY is no key")
+
+
 def test_without_a_verb_the_help_is_shown(capsys):
     assert call() == exits.WRONG_USAGE
     assert "Commands" in capsys.readouterr().out
@@ -198,6 +239,40 @@ def test_a_signal_while_something_is_done_ends_it(number, code, capsys, monkeypa
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, exits.INTERRUPTED), (signal.SIGTERM, exits.TERMINATED)])
+def test_a_signal_while_the_command_line_itself_is_imported_ends_it(number, code, capsys, monkeypatch):
+    class Signaller:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "hf_paged.cli.running":
+                os.kill(os.getpid(), number)
+                signal.sigtimedwait([], 5)
+
+    before = signal.getsignal(number)
+    monkeypatch.delitem(sys.modules, "hf_paged.cli.running", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Signaller(), *sys.meta_path])
+    assert call("--version") == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == f"hf-paged: {'interrupted' if code == 130 else 'terminated'}\n"
+    assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_that_passed_an_exec_ends_a_module_with_its_code_not_by_a_signal(tmp_path):
+    """Libraries make classes with `exec`; CPython notes the interrupt there, and at the end of `-m` kills itself."""
+    (tmp_path / "interrupted.py").write_text(
+        "from hf_paged.cli import main, running\n"
+        "def run(arguments):\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "running.run = run\n"
+        "main([])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "interrupted"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (exits.INTERRUPTED, "")
+
+
 def test_where_ctrl_c_was_ignored_it_still_is():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -215,6 +290,27 @@ def test_a_reader_that_has_gone_is_no_error():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == exits.READER_GONE and done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", [["stdin"], ["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]])
+def test_standard_streams_that_are_closed_are_no_error_of_their_own(closed, capsys, monkeypatch):
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    assert call("--version") == exits.DONE
+    for verb in ("chat", "complete", "generate"):
+        # A folder that is not there is told only where somebody can read it.
+        arguments = [verb, "--model", "no/where/at"] if verb != "chat" else [verb, "no/where/at"]
+        assert call(*arguments) != exits.DONE
+        captured = capsys.readouterr()
+        assert "NoneType" not in captured.err and bool(captured.err) == ("stderr" not in closed)
+
+
+def test_a_full_disk_is_told_once(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert call("--version") == exits.FAILED
+        first, second = capsys.readouterr().err.splitlines()
+        assert "No space left on device; make room" in first and "--debug" in second
 
 
 def test_debug_behind_two_dashes_is_a_word(capsys):

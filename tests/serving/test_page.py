@@ -155,6 +155,17 @@ def test_it_is_found_behind_a_proxy_with_or_without_the_prefix(make_client):
     assert not re.search(r"""["'`(]/(v1|engine)/""", client.get("/").text), "its own paths are relative"
 
 
+def test_the_prefix_itself_opens_it_and_nothing_beside_it(make_client):
+    for keys in ({}, {"api_key": ("sk-right",)}):
+        client = make_client(root_path="/api", **keys)
+        assert client.get("/api").text == client.get("/api/").text
+        assert client.head("/api").status_code == 200
+        for path in ("/ap", "/api2", "/api/api", "/api//"):
+            assert client.get(path).status_code == (401 if keys else 404), path
+    client = make_client(root_path="/api", page=False, api_key=("sk-right",))
+    assert client.get("/api").status_code == 401
+
+
 def test_a_foreign_host_gets_no_page(make_client):
     client = make_client(allowed_hosts=("testserver",))
     assert client.get("/").status_code == 200

@@ -172,6 +172,7 @@ def test_a_file_holds_what_flags_say(tmp_path):
         ("- a", "must hold `name: value` lines"),
         ("no-enable-prefix-caching: 5", "`no-enable-prefix-caching` must be true or false, got 5 (in "),
         ("port: yes", "`port` must be a whole number, got True (in "),
+        ("port: [[x, x, x, x, x, x, x, x]]", "got [['x', 'x', 'x', 'x', 'x', 'x', ...]] (in "),
         ("pipeline-parallel-size: 2", "pipeline parallelism"),
     ],
 )
@@ -180,6 +181,28 @@ def test_a_broken_file_gives_one_message(text, message, tmp_path):
         parse("m", "--config", write(tmp_path, text))
     with pytest.raises(UsageError, match="nothing' cannot be read: No such file or directory.$"):
         parse("m", "--config", str(tmp_path / "nothing"))
+
+
+def aliases(levels):
+    """A few lines that stand for ten to the power of `levels` values."""
+    lines = ["a0: &a0 x", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels + 1))]
+    return "\n".join(lines) + f"\nport: *a{levels}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (aliases(9), "holds more than 10,000 values, its aliases written out"),
+        ("port: &a [*a]", "holds more than 10,000 values, its aliases written out"),
+        ("port: " + "[" * 2000, "has too many brackets within one another"),
+        ("port: 2020-99-99", "is not YAML: month must be in 1..12"),
+    ],
+    ids=["aliases", "itself", "brackets", "date"],
+)
+def test_a_file_that_stands_for_too_much_or_for_nothing_is_named(text, message, tmp_path):
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError, match=re.escape(f"`--config` {path!r} {message}")):
+        parse("m", "--config", path)
 
 
 def test_the_environment_sets_everything():

@@ -307,6 +307,15 @@ def test_a_served_run_is_drawn_from_its_details():
     assert max(opened.lines[0].get_ydata()) == 2 and "1 failed" in texts(opened.figure)
 
 
+def test_a_served_run_of_weeks_has_no_more_bars_than_can_be_seen():
+    report = serve_report()
+    report["ttfts"][0] = 3e6
+    seconds = draw(report).axes[2]
+    assert 1000 < len(seconds.patches) <= 2001
+    assert sum(bar.get_height() for bar in seconds.patches) * 1501 == pytest.approx(8)
+    assert seconds.get_xlim()[1] >= 3e6 and "each 1,501 s" in texts(seconds.figure)
+
+
 def test_without_details_a_served_run_shows_its_percentiles():
     (axis,) = draw(serve_report(detailed=False)).axes
     report = serve_report()
@@ -342,6 +351,11 @@ def test_a_picture_is_drawn_again_from_a_file(tmp_path: Path, capsys: pytest.Cap
     [
         ('{"benchmark": "throughput", "rows"', "is not whole JSON"),
         ("[1]", "holds list"),
+        ('{"rows": [NaN]}', "report.json' is not whole JSON .NaN is no number that can be drawn"),
+        ('{"rows": [-Infinity, 1e999]}', "-Infinity is no number that can be drawn"),
+        ('{"rows": [1e999]}', "1e999 is no number that can be drawn"),
+        ('{"rows": [' + "9" * 400 + "]}", "9{20} is no number that can be drawn"),
+        ("[" * 100_000, "report.json' has too many brackets within one another"),
         ('{"rows": []}', "no report of a benchmark"),
         ('{"benchmark": "memory", "rows": [{"system": "hf_paged"}], "workload": "W1"}', "KeyError: 'kv_bytes_held'"),
         ('{"benchmark": "step", "rows": 5, "runs": 1}', "measure again"),
@@ -354,6 +368,23 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message:
     with pytest.raises(ReportFileError, match=message):
         plot_file(file)
     assert not (tmp_path / "report.png").exists()
+
+
+def test_a_name_that_cannot_be_written_out_is_drawn_without_warnings(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(serve_report() | {"model_id": "a\a\u009b\u6a21"}))
+    assert plot_file(file).exists()
+    assert not recwarn.list and not capfd.readouterr().err
+
+
+def test_numbers_that_overflow_are_refused_without_warnings(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(serve_report() | {"ttfts": [1e308] * 3}))
+    with pytest.raises(ReportFileError, match="report.json' lacks what the picture"):
+        plot_file(file)
+    assert not recwarn.list
 
 
 def test_a_file_that_is_missing_or_binary_is_refused(tmp_path: Path):
@@ -405,6 +436,22 @@ def test_what_prevents_a_picture_is_said_before_the_measurement(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'hf-paged[bench]'" in refused(monkeypatch, capsys, "step", "--plot", str(tmp_path / "a.png"))
     assert not (tmp_path / "a.png").exists()
+
+
+def test_a_link_to_where_the_picture_will_be_stays(tmp_path: Path):
+    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    link.symlink_to(target)
+    check_target(link)
+    assert link.is_symlink() and not target.exists(), "what was made for the check goes, and nothing else"
+    target.write_text("an older one")
+    check_target(link)
+    assert link.is_symlink() and target.read_text() == "an older one"
+    loop = tmp_path / "loop.png"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("a" * 300 + ".png")):
+        with pytest.raises(ConfigurationError, match="cannot be written"):
+            check_target(path)
+    assert loop.is_symlink()
 
 
 def test_a_server_is_not_asked_for_a_picture_that_cannot_be_written(tmp_path: Path):

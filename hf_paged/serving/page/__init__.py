@@ -11,7 +11,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 _HERE = Path(__file__).parent
@@ -19,10 +18,17 @@ _HERE = Path(__file__).parent
 SCRIPTS = ("base.js", "server.js", "conversation.js", "chat.js", "pool.js", "charts.js", "engine.js", "main.js")
 _ICON = "icon.svg"
 
-router = APIRouter()
+
+def paths_of(root_path: str) -> frozenset[str]:
+    """Returns the paths of the page, as the routes are found by: / and the prefix itself, without a slash.
+
+    Args:
+        root_path (`str`):
+            Prefix that paths may have.
+    """
+    return frozenset({"/", ""} if root_path else {"/"})
 
 
-@router.api_route("/", methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
 async def show_page() -> Response:
     """Returns the page."""
     body, headers = assemble()

@@ -47,7 +47,13 @@ const keep = {
 };
 
 const counted = (count, one, many) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
-const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 10 ? 1 : 0)} %` : "–");
+
+function share(part, whole) {
+  if (!whole) return "–";
+  const percent = (100 * part) / whole;
+  if (part && percent < 0.01) return "< 0.01 %";
+  return `${percent.toFixed(!part || percent >= 10 ? 0 : percent < 1 ? 2 : 1)} %`;
+}
 
 function duration(seconds) {
   if (seconds < 0.0995) return `${(seconds * 1000).toPrecision(2)} ms`;

@@ -16,6 +16,7 @@ const EXAMPLE_SCHEMA = {
   required: ["name", "age"],
   additionalProperties: false,
 };
+const PAGE_LEFT = "The page was left before the answer was complete.";
 const MOST_TRIES = 5; // of a request that the server has no room for
 
 const settings = {
@@ -97,6 +98,7 @@ const settings = {
 const chat = {
   running: null, // the AbortController of the answer that is coming
   requestId: "", // of that answer, or of the last
+  leaving: false, // a browser that leaves the page breaks its answer off
 
   send() {
     const text = $("message").value.trim();
@@ -144,7 +146,8 @@ const chat = {
     } catch (error) {
       answer.state = this.running.signal.aborted ? "stopped" : "failed";
       if (answer.state === "failed") answer.problem = answer.content ? `The answer broke off. ${error.message}` : error.message;
-      if (error instanceof Unreachable) server.lost();
+      if (this.leaving && answer.state === "failed") answer.problem = PAGE_LEFT;
+      else if (error instanceof Unreachable) server.lost();
     } finally {
       this.running = null;
       conversation.draw(answer);
@@ -158,11 +161,8 @@ const chat = {
   /** Sends a request, again and again while the server says that it has no room now. */
   async ask(answer, body) {
     for (let tries = 1; ; tries += 1) {
-      const started = performance.now();
       try {
-        const response = await ask("v1/chat/completions", { body, signal: this.running.signal });
-        answer.started = started;
-        return response;
+        return await ask("v1/chat/completions", { body, signal: this.running.signal });
       } catch (error) {
         if (error.status !== 503 || tries >= MOST_TRIES) throw error;
         for (let left = error.retryAfter ?? 2; left > 0; left -= 1) {
@@ -177,35 +177,33 @@ const chat = {
   },
 
   async read(answer, response) {
-    const { started, stats } = answer;
-    delete answer.started;
+    const { stats } = answer;
     let first = 0;
     let ended = false;
     for await (const data of eventsOf(response)) {
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ServerError(chunk.error.message, 0, chunk.error.code);
+      const chunk = toldBy(data);
       if (chunk.id) this.requestId = chunk.id;
       const now = performance.now();
-      const choice = chunk.choices?.[0];
+      const choice = choiceOf(chunk);
       const { content, reasoning_content: thinking } = choice?.delta ?? {};
       if (content || thinking) {
         if (!first) {
           first = now;
-          stats.firstToken = (now - started) / 1000;
+          stats.firstToken = (now - response.started) / 1000;
         }
         answer.state = "streaming";
         answer.content += content ?? "";
         answer.thinking = (answer.thinking ?? "") + (thinking ?? "");
       }
       if (choice?.finish_reason) {
-        stats.end = choice.finish_reason;
+        stats.end = String(choice.finish_reason);
         ended = true;
       }
-      if (chunk.usage) {
+      if (Number.isFinite(chunk.usage?.completion_tokens) && Number.isFinite(chunk.usage.prompt_tokens)) {
         stats.tokens = chunk.usage.completion_tokens;
         stats.prompt = chunk.usage.prompt_tokens;
-        stats.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+        stats.cached = Number(chunk.usage.prompt_tokens_details?.cached_tokens) || 0;
         const seconds = (now - first) / 1000;
         if (first && stats.tokens > 1 && seconds > 0 && content) stats.perSecond = (stats.tokens - 1) / seconds;
       }
@@ -220,6 +218,18 @@ const chat = {
     $("clear").disabled = Boolean(this.running);
   },
 };
+
+/** The choice that a chunk of an answer holds, if it holds one; its texts are texts. */
+function choiceOf({ choices }) {
+  const choice = (Array.isArray(choices) ? choices[0] : choices) ?? null;
+  if (choice === null) return null;
+  const { content, reasoning_content: thinking } = choice.delta ?? {};
+  const right = Array.isArray(choices) && isObject(choice) && isObject(choice.delta ?? {});
+  if (!right || ![content ?? "", thinking ?? ""].every((text) => typeof text === "string")) {
+    throw new ServerError(`The server did not answer as OpenAI does; \`choices\`: ${shortened(JSON.stringify(choices))}`);
+  }
+  return choice;
+}
 
 function fitMessage() {
   const box = $("message");

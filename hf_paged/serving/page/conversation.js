@@ -1,7 +1,24 @@
 // The messages: what they are, and how they look.
 
+const MOST_MARKED = 200_000; // characters; each mark makes an element, and a browser has to draw them all
+
+/** The messages that were kept; what is none of ours, or was damaged, is left out. */
+function keptMessages() {
+  const kept = keep.read("sessionStorage", "messages");
+  return Array.isArray(kept) ? kept.filter(isMessage) : [];
+}
+
+function isMessage(message) {
+  const { role, content, thinking = "", problem = "", stats = {} } = message ?? {};
+  const known = role === "user" || role === "assistant";
+  if (!known || ![content, thinking, problem].every((text) => typeof text === "string")) return false;
+  if (stats === null || typeof stats !== "object") return false;
+  const types = { end: "string", note: "string" };
+  return Object.entries(stats).every(([name, value]) => typeof value === (types[name] ?? "number"));
+}
+
 const conversation = {
-  messages: keep.read("sessionStorage", "messages") ?? [], // {role, content, thinking, form, stats, problem}
+  messages: keptMessages(), // {role, content, state, thinking, form, stats, problem}
   nodes: new Map(),
 
   save() {
@@ -31,11 +48,11 @@ const conversation = {
     this.refresh();
   },
 
-  /** What the server is sent of it. */
+  /** What the server is sent of it: the last question, and before it those that have an answer. */
   history() {
-    return this.messages
-      .filter((message) => message.content && !message.isProblem)
-      .map(({ role, content }) => ({ role, content }));
+    const { messages } = this;
+    const isSent = ({ role, content }, place) => content && !(role === "user" && messages[place + 1]?.content === "");
+    return messages.filter(isSent).map(({ role, content }) => ({ role, content }));
   },
 
   show(message) {
@@ -120,7 +137,7 @@ const conversation = {
   },
 };
 
-function statsText({ stats = {}, state, role }) {
+function statsText({ content, stats = {}, state, role }) {
   if (role === "user") return "";
   if (state === "waiting") return stats.note ?? "Waiting for the first token…";
   const parts = [];
@@ -130,6 +147,7 @@ function statsText({ stats = {}, state, role }) {
   if (stats.cached) parts.push(`${stats.cached} of ${stats.prompt} prompt tokens cached`);
   if (state === "stopped") parts.push("stopped");
   else if (stats.end === "length") parts.push("cut off at the limit of tokens");
+  if (content.length > MOST_MARKED) parts.push("long, and so shown as it was written");
   return parts.join(" · ");
 }
 
@@ -146,6 +164,7 @@ async function copy(message, event) {
 
 /** Nodes for an answer: code between fences, `code` and **strong** within a line, all else as it was written. */
 function rendered({ content, form, state }) {
+  if (content.length > MOST_MARKED) return [content];
   if (form && state !== "streaming") {
     try {
       return [make("pre", {}, make("code", {}, JSON.stringify(JSON.parse(content), null, 2)))];

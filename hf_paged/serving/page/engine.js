@@ -68,7 +68,7 @@ const engine = {
       const blocks = new Blocks(count, about.block_size);
       const label = several ? `Layer group ${group + 1} of ${about.num_blocks.length}` : "Block pool";
       const picture = new PoolPicture(blocks, `${label}, ${count} blocks`, (_, block) => this.chooseBlock(group, block));
-      $("pools").append(...(several ? [make("h4", {}, label)] : []), make("div", { class: "pool-box" }, picture.canvas));
+      $("pools").append(...(several ? [make("h4", {}, label)] : []), make("div", { class: "pool-box" }, picture.canvas), picture.more);
       return { blocks, picture };
     });
     say($("engine-about"), `${about.device}, ${about.backend} attention, ${about.block_size} tokens a block`);
@@ -88,7 +88,7 @@ const engine = {
     totals.forEach((total, kind) => say($(`total-${kind}`), total.toLocaleString("en")));
     const all = totals.reduce((sum, total) => sum + total, 0);
     for (const [name, , text] of FIGURES) say($(`figure-${name}`), text(this, figures, totals, all));
-    const stalled = figures.step_seconds >= 2;
+    const stalled = figures.step_seconds >= 10; // a long prompt on a busy processor takes seconds
     const problem = {
       draining: "The server is shutting down: what runs may end, and nothing new begins.",
       asleep: "The engine sleeps: it takes requests again when it is woken up.",

@@ -22,9 +22,9 @@ const server = {
       } catch (error) {
         wait = this.failed(error);
       }
-      if (wait === null) return;
       failed += 1;
-      await pause(wait || WAITS[Math.min(failed, WAITS.length) - 1]);
+      if (wait === null) await key.next();
+      else await pause(wait || WAITS[Math.min(failed, WAITS.length) - 1]);
     }
   },
 
@@ -34,8 +34,7 @@ const server = {
       for await (const data of eventsOf(response)) {
         clearTimeout(timer);
         timer = setTimeout(() => this.stream.abort(), SILENCE * 1000);
-        const told = JSON.parse(data);
-        if (told.error) throw new ServerError(told.error.message);
+        const told = toldBy(data);
         if (this.state === "lost") this.connected(""); // an answer had broken off, and this did not
         this.checkVersion(told.about);
         engine.take(told);
@@ -45,7 +44,7 @@ const server = {
     }
   },
 
-  /** What to do about an error: the seconds to wait, 0 for as usual, null to end. */
+  /** What to do about an error: the seconds to wait, 0 for as usual, null until a key is typed in. */
   failed(error) {
     if (document.hidden) return 0.1; // the stream was let go
     if (error.status === 401) {
@@ -71,7 +70,9 @@ const server = {
   },
 
   lost() {
-    if (this.state !== "lost") this.tell("lost", "Connection lost, reconnecting…");
+    if (this.state === "lost") return;
+    this.tell("lost", "Connection lost, reconnecting…");
+    this.problem(""); // of an engine that nobody sees now
   },
 
   connected(notice) {
@@ -134,11 +135,12 @@ function showEngine(shown) {
 }
 
 function start() {
+  $("key-button").hidden = !key.value;
   theme.set(keep.read("localStorage", "theme") ?? "auto");
   settings.build();
   engine.build();
   for (const message of conversation.messages) {
-    if (message.state === "streaming" || message.state === "waiting") message.state = "stopped";
+    if (message.state === "streaming" || message.state === "waiting") Object.assign(message, { state: "failed", problem: PAGE_LEFT });
     conversation.show(message);
   }
   chat.showBusy();
@@ -149,9 +151,7 @@ function start() {
   $("theme-button").addEventListener("click", () => theme.next());
   $("engine-button").addEventListener("click", () => showEngine(document.body.classList.contains("without-engine")));
   $("key-button").addEventListener("click", async () => {
-    if (!(await key.ask())) return;
-    if (server.state === "locked") server.follow();
-    else server.stream?.abort(); // and it connects with the new key
+    if ((await key.ask()) && server.state !== "locked") server.stream?.abort(); // and it connects with the new key
   });
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -186,6 +186,12 @@ function start() {
     });
   }
   document.addEventListener("visibilitychange", () => document.hidden && server.stream?.abort());
+  window.addEventListener("beforeunload", () => (chat.leaving = true)); // some break off before the next, some do not tell
+  window.addEventListener("pagehide", () => {
+    chat.leaving = true;
+    conversation.save();
+  });
+  window.addEventListener("pageshow", () => (chat.leaving = false));
   $("message").focus();
   server.follow();
 }

@@ -7,6 +7,7 @@ const KINDS = [
   ["shared", "Shared", "by several requests"],
 ];
 const [FREE, CACHED, HELD, SHARED] = KINDS.keys();
+const FEWEST_SHOWN = 512; // of a pool that has more
 
 /** The blocks of one layer group, put together from what the server tells. */
 class Blocks {
@@ -18,6 +19,14 @@ class Blocks {
     this.kinds = new Uint8Array(count);
     this.filled = new Float32Array(count); // tokens of the block that are computed, as a share
     this.totals = [count, 0, 0, 0];
+    this.used = 0; // all blocks from here on have been free for as long as the page has looked
+  }
+
+  /** How many at least are worth a picture: those that have been used, and room for more, so that it seldom grows. */
+  get worthShowing() {
+    let shown = FEWEST_SHOWN;
+    while (shown < this.used * 1.1) shown *= 2;
+    return shown * 1.5 < this.count ? shown : this.count;
   }
 
   setMarks(base64) {
@@ -45,11 +54,12 @@ class Blocks {
       const kind = owners > 1 ? SHARED : owners ? HELD : this.marks[block] ? CACHED : FREE;
       this.kinds[block] = kind;
       this.totals[kind] += 1;
+      if (kind !== FREE && block >= this.used) this.used = block + 1;
     }
   }
 }
 
-/** A canvas with a square for each block. The pointer or the arrow keys choose one, which is then described. */
+/** A canvas with a square for each block that is shown. The pointer or the arrow keys choose one, which is then described. */
 class PoolPicture {
   constructor(blocks, label, onChoice) {
     this.blocks = blocks;
@@ -69,6 +79,7 @@ class PoolPicture {
       blur: () => this.choose(-1, onChoice),
       keydown: (event) => this.move(event, onChoice),
     });
+    this.more = make("p", { class: "hint" });
     this.cursor = -1;
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.canvas);
@@ -79,28 +90,33 @@ class PoolPicture {
     this.canvas.remove();
   }
 
-  /** Finds the largest squares with which all blocks fit; at least two points wide, whatever height that takes. */
+  /**
+   * Finds the largest squares with which all blocks fit. They can be told apart and pointed at, if need be by scrolling;
+   * only very many are smaller, as no canvas is high enough. A step is whole dots of the screen, so all look alike.
+   */
   measure() {
+    const scale = window.devicePixelRatio || 1;
     const width = this.canvas.clientWidth;
-    const highest = 300;
-    let least = 18;
-    while (least > 2 && Math.ceil(this.blocks.count / Math.floor(width / least)) * least > highest) least -= 1;
-    const columns = Math.max(1, Math.floor(width / least));
-    const step = width / columns; // they fill the width
-    return { width, step, columns, height: Math.ceil(Math.ceil(this.blocks.count / columns) * step) };
+    const { count, worthShowing } = this.blocks;
+    for (let size = 18; ; size -= 1) {
+      const step = Math.max(1, Math.round(size * scale)) / scale;
+      const columns = Math.max(1, Math.floor(width / step));
+      const rows = Math.ceil(worthShowing / columns);
+      const [height, shown] = [rows * step, Math.min(count, rows * columns)];
+      if (height <= (size > 8 ? 300 : 6000) || size === 2) return { width, step, columns, height, shown, scale };
+    }
   }
 
   draw() {
     if (!this.canvas.clientWidth) return;
-    const { width, step, columns, height } = (this.grid = this.measure());
-    const scale = window.devicePixelRatio || 1;
+    const { width, step, columns, height, shown, scale } = (this.grid = this.measure());
     const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
     if (this.canvas.width !== wide || this.canvas.height !== high) {
       this.canvas.width = wide;
       this.canvas.height = high;
       this.canvas.style.height = `${height}px`;
-      this.canvas.dataset.columns = columns;
     }
+    Object.assign(this.canvas.dataset, { columns, step });
     const context = this.canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, height);
@@ -110,7 +126,9 @@ class PoolPicture {
     const gap = step > 8 ? 2 : step > 3 ? 1 : 0;
     const side = Math.floor(step) - gap;
     const { kinds, filled, count } = this.blocks;
-    for (let block = 0; block < count; block += 1) {
+    const hidden = count - shown;
+    say(this.more, hidden ? `… and ${counted(hidden, "more free block", "more free blocks")}` : "");
+    for (let block = 0; block < shown; block += 1) {
       const [x, y] = this.place(block);
       const kind = kinds[block];
       const level = kind >= HELD && side > 3 ? Math.round(side * filled[block]) : side;
@@ -123,12 +141,12 @@ class PoolPicture {
     }
     context.fillStyle = context.strokeStyle = style.getPropertyValue("--ink");
     for (const block of this.marked) this.outline(context, block, side, 1);
-    if (this.chosen >= 0 && this.chosen < count) this.outline(context, this.chosen, side, 2);
+    if (this.chosen >= 0 && this.chosen < shown) this.outline(context, this.chosen, side, 2);
   }
 
   place(block) {
     const { step, columns } = this.grid;
-    return [Math.round((block % columns) * step), Math.round(Math.floor(block / columns) * step)];
+    return [(block % columns) * step, Math.floor(block / columns) * step];
   }
 
   outline(context, block, side, line) {
@@ -143,12 +161,12 @@ class PoolPicture {
     const box = this.canvas.getBoundingClientRect();
     const [column, row] = [event.clientX - box.left, event.clientY - box.top].map((p) => Math.floor(p / this.grid.step));
     const block = row * this.grid.columns + column;
-    return column >= 0 && column < this.grid.columns && row >= 0 && block < this.blocks.count ? block : -1;
+    return column >= 0 && column < this.grid.columns && row >= 0 && block < this.grid.shown ? block : -1;
   }
 
   move(event, onChoice) {
-    const { columns } = this.grid ?? { columns: 1 };
-    const last = this.blocks.count - 1;
+    const { columns, shown } = this.grid;
+    const last = shown - 1;
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -last, End: last };
     if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();

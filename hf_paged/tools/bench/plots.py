@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,12 +101,13 @@ def check_writable(path: Path, flag: str) -> None:
     Raises:
         ConfigurationError: If it cannot.
     """
-    existed = path.exists()
     try:
+        target = Path(os.path.realpath(path))  # a link stays, wherever it leads
+        existed = target.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         if not existed:
-            path.unlink()
+            target.unlink()
     except OSError as error:
         reason = error.strerror or error
         raise ConfigurationError(
@@ -233,8 +237,11 @@ def plot_file(file: Path, path: Path | None = None, picture: str | None = None) 
     path = path or file.with_suffix(".png")
     check_target(path, kind, picture)
     try:
-        plot_report(report, path, picture)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name in another script has boxes then
+            warnings.simplefilter("error", RuntimeWarning)  # of numbers that overflow
+            plot_report(report, path, picture)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeWarning) as error:
         if isinstance(error, HfPagedError):
             raise
         raise ReportFileError(
@@ -255,7 +262,11 @@ def read_report(file: Path) -> dict[str, Any]:
         ReportFileError: If it cannot be read, or is no object in JSON.
     """
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = json.loads(
+            file.read_text(encoding="utf-8"), parse_int=_whole, parse_float=_finite, parse_constant=_finite
+        )
+    except RecursionError:
+        raise ReportFileError(f"'{file}' has too many brackets within one another; measure again.") from None
     except OSError as error:
         raise ReportFileError(f"'{file}' cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # of JSON, or of UTF-8
@@ -263,3 +274,15 @@ def read_report(file: Path) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise ReportFileError(f"'{file}' holds {type(report).__name__}, not the JSON object that a benchmark writes.")
     return report
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number that can be drawn")
+    return value
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)

@@ -27,6 +27,7 @@ _METRICS = {
     "itl": "between chunks",
     "e2el": "whole answer",
 }
+_MOST_BARS = 2000  # of a width that can be seen; a run may have waited for hours
 _COLORS = {"ttft": BLUE, "e2el": ORANGE, "itl": BLUE, "tpot": ORANGE}
 
 
@@ -67,7 +68,8 @@ def draw_serve(report: dict[str, Any]) -> Figure:
 
 
 def _show_tokens(axis: Any, report: dict[str, Any], good: list[int]) -> None:
-    """Output tokens in each second; pieces of an answer share its tokens evenly."""
+    """Output tokens a second, with a bar for each second or, of a long run, for several; pieces of an answer share its
+    tokens evenly."""
     begin = min(filter(None, report["start_times"]), default=0.0)
     times: list[float] = []
     weights: list[float] = []
@@ -75,11 +77,13 @@ def _show_tokens(axis: Any, report: dict[str, Any], good: list[int]) -> None:
         arrivals = np.cumsum([report["start_times"][index] - begin + report["ttfts"][index], *report["itls"][index]])
         times += [float(when) for when in arrivals]
         weights += [report["output_lens"][index] / len(arrivals)] * len(arrivals)
+    width = max(1, math.ceil(max(times, default=0.0) / _MOST_BARS))
     if times:
-        counts = np.bincount(np.asarray(times).astype(int), weights)
-        axis.bar(np.arange(len(counts)) + 0.5, counts, width=0.9, color=BLUE)
+        counts = np.bincount((np.asarray(times) / width).astype(int), weights)
+        axis.bar((np.arange(len(counts)) + 0.5) * width, counts / width, width=0.9 * width, color=BLUE)
     axis.axhline(report["output_throughput"], color=INK, linewidth=1.2, linestyle="--")
-    panel(axis, "Output tokens in each second", x="seconds", y="output tokens/s")
+    title = "Output tokens in each second" if width == 1 else f"Output tokens a second, mean of each {width:,} s"
+    panel(axis, title, x="seconds", y="output tokens/s")
     axis.set_ylim(bottom=0)
     axis.set_xlim(left=0)
     legend_above(axis, [("dash", INK, f"the whole run: {report['output_throughput']:,.1f} tok/s")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ...errors import EngineClosedError, HfPagedError, InvalidRequestError
 from .answers import Answer, Answerer
 from .conversation import PARAMETERS, Conversation
 from .screen import Screen
+from .texts import to_json
 
 
 class Chat:
@@ -95,7 +95,7 @@ class Chat:
         self._last, self._num_answers = answer, self._num_answers + 1
         self._num_tokens += answer.completion_tokens or 0
         if self._as_json:
-            self._screen.write(json.dumps(answer.to_dict(), ensure_ascii=False) + "\n")
+            self._screen.write(to_json(answer.to_dict()) + "\n")
         elif not answer.text.endswith("\n"):
             self._screen.write("\n")
         self._screen.note(f"({answer.describe()})")

@@ -12,12 +12,15 @@ from typing import Any
 
 from ...errors import ConfigurationError, InvalidRequestError
 from ...generation.sampling.params import SamplingParams
+from .texts import has_surrogates, to_json
 
 PARAMETERS = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
 )
 _ROLES = ("system", "user", "assistant", "tool")
+# Of a name that is too long, holds a NUL or begins with the ~ of nobody.
+_NO_SUCH_FILE = (OSError, ValueError, RuntimeError)
 
 
 @dataclasses.dataclass
@@ -115,11 +118,11 @@ class Conversation:
         Raises:
             ConfigurationError: If it cannot be written, or is there already.
         """
-        path = path.expanduser()
-        if path.exists() and (self.file is None or not path.samefile(self.file)):
-            raise ConfigurationError(f"{str(path)!r} is there already; name another file.")
-        text = json.dumps({"messages": self.messages, "sampling": self.sampling}, indent=2, ensure_ascii=False)
+        text = to_json({"messages": self.messages, "sampling": self.sampling}, indent=2)
         try:
+            path = path.expanduser()
+            if path.exists() and (self.file is None or not path.samefile(self.file)):
+                raise ConfigurationError(f"{str(path)!r} is there already; name another file.")
             handle, unfinished = tempfile.mkstemp(prefix=".hf_paged-", dir=path.absolute().parent)
             try:
                 with open(handle, "w", encoding="utf-8") as file:
@@ -128,8 +131,10 @@ class Conversation:
             except BaseException:
                 os.unlink(unfinished)
                 raise
-        except OSError as error:
-            raise ConfigurationError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from None
+        except ConfigurationError:  # which is a ValueError, too
+            raise
+        except _NO_SUCH_FILE as error:
+            raise ConfigurationError(f"{str(path)!r} cannot be written: {_reason(error)}.") from None
         self.file = path
 
     @classmethod
@@ -143,19 +148,23 @@ class Conversation:
         Raises:
             ConfigurationError: If it cannot be read, or is no conversation.
         """
-        path = path.expanduser()
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigurationError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from None
+            path = path.expanduser()
+            content = path.read_bytes()
+        except _NO_SUCH_FILE as error:
+            raise ConfigurationError(f"{str(path)!r} cannot be read: {_reason(error)}.") from None
+        try:
+            found = json.loads(content.decode("utf-8"))
         except ValueError as error:
             raise ConfigurationError(f"{str(path)!r} is not JSON: {error}.") from None
+        except RecursionError:
+            raise ConfigurationError(f"{str(path)!r} is no conversation: its lists are too deep.") from None
         found = found if isinstance(found, dict) else {"messages": found}
         messages, sampling = found.get("messages"), found.get("sampling") or {}
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise ConfigurationError(
                 f"{str(path)!r} holds no conversation: a list of messages with `role` ({', '.join(_ROLES)}) and "
-                "`content`, a text."
+                "`content`, a text of whole characters."
             )
         if not isinstance(sampling, dict) or set(sampling) - set(PARAMETERS):
             raise ConfigurationError(f"{str(path)!r}: `sampling` may have {', '.join(PARAMETERS)}.")
@@ -164,7 +173,14 @@ class Conversation:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        return False
+    content = message.get("content")
+    return isinstance(content, str) and not has_surrogates(content)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _texts(value: Any, text: str) -> list[str]:

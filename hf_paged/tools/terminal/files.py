@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from ...errors import ConfigurationError, InvalidRequestError
 from .prompt_lines import Format, PromptLine, parse_line, parse_lines
+from .texts import to_json
 
 _PIECE = 1 << 16
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}
@@ -172,31 +172,47 @@ def opened_output(target: str) -> Iterator[Callable[[dict[str, Any]], None]]:
         ConfigurationError: If it cannot be written.
     """
     if target == "-":
-        yield lambda entry: _write_out(to_json(entry) + "\n")
+        yield lambda entry: write_out(to_json(entry) + "\n")
         return
     try:
         file = open(target, "wb", buffering=0)  # noqa: SIM115 - entered below
     except OSError as error:
         raise ConfigurationError(f"`--output` {target!r} cannot be written: {error.strerror or error}.") from None
     with file:
-        yield lambda entry: _write_all(file, to_json(entry).encode() + b"\n")
+        yield lambda entry: _write_all(file, target, to_json(entry).encode() + b"\n")
 
 
-def to_json(entry: dict[str, Any]) -> str:
-    """Returns an entry as a line, without its end.
+def write_out(text: str) -> None:
+    """Writes to the standard output at once.
 
     Args:
-        entry (`dict[str, Any]`):
-            An answer, or an error.
+        text (`str`):
+            What.
+
+    Raises:
+        ConfigurationError: If there is no room.
+        BrokenPipeError: If its reader has gone.
     """
-    return json.dumps(entry, ensure_ascii=False)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _no_room("The standard output", error) from None
 
 
-def _write_out(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _write_all(file: IO[bytes], target: str, data: bytes) -> None:
+    try:
+        while data:
+            data = data[file.write(data) or 0 :]
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _no_room(f"`--output` {target!r}", error) from None
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
-    while data:
-        data = data[file.write(data) or 0 :]
+def _no_room(what: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} cannot be written further: {error.strerror or error}; make room, or name another file."
+    )

@@ -13,6 +13,7 @@ from ..in_order import InOrder
 from .files import Lines
 from .local import LocalModel, run_until_ctrl_c
 from .prompt_lines import PromptLine
+from .texts import printable
 
 
 @dataclasses.dataclass
@@ -59,7 +60,7 @@ class GenerateSummary:
     def describe(self) -> str:
         """Returns a line for people."""
         speed = f" ({self.completion_tokens / self.seconds:.0f} tokens/s)" if self.seconds else ""
-        failed = f", {self.failed} failed; the first: {self.first_error}" if self.failed else ""
+        failed = f", {self.failed} failed; the first: {printable(self.first_error or '')}" if self.failed else ""
         return (
             f"{self.answered} answered in {self.seconds:.1f} s: {self.prompt_tokens} prompt tokens, "
             f"{self.completion_tokens} generated{speed}{failed}"

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import write_out
+from .texts import printable
+
 _MOST_LINES = 1000  # of the history
 _BLOCK = '"""'
-# What a model writes is text: it does not move the cursor, change colours or ring the bell.
-_CONTROLS = {
-    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
-}
 
 
 class Screen:
@@ -40,8 +39,7 @@ class Screen:
         """
         if self._out_is_terminal:
             text = printable(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write_out(text)
         self._at_line_start = text.endswith("\n")
 
     def end_answer(self) -> None:
@@ -80,6 +78,7 @@ class Screen:
     def _say(self, text: str, style: str) -> None:
         from rich.console import Console
 
+        text = printable(text)  # names, messages and errors of a server or a file, too
         self.end_answer()
         if not sys.stderr.isatty():
             print(text, file=sys.stderr, flush=True)
@@ -143,16 +142,6 @@ class Screen:
         except EOFError:
             print(file=sys.stderr)
             return None
-
-
-def printable(text: str) -> str:
-    """Returns a text without what a terminal would obey: it shows it instead.
-
-    Args:
-        text (`str`):
-            What somebody else has written.
-    """
-    return text.translate(_CONTROLS)
 
 
 def _half_typed() -> bool:

@@ -170,12 +170,30 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path):
         ('[{"role": "user"}]', "no conversation"),
         ('[{"role": "nobody", "content": "x"}]', "no conversation"),
         ('{"messages": [], "sampling": {"colour": 1}}', "`sampling` may have"),
+        ('[{"role": "user", "content": "a\\ud800"}]', "no conversation.*whole characters"),
+        ('[{"role": ["user"], "content": "a"}]', "no conversation"),
+        ("[" * 200_000, "too deep"),
     ],
 )
 def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, text: str, message: str):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         Conversation.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobodyx/file", "a\0b", "x" * 300 + "/file"])
+def test_a_name_that_no_file_can_have_does_not_end_the_chat(name: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat, screen, _ = run("one", f"/save {name}", f"/load {name}", "two")
+    assert said(chat) == ["one", "one 1", "two", "two 2"] and chat.failed == 2
+    assert "cannot be written: " in screen.complaints[0] and "cannot be read: " in screen.complaints[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_text_does_not_end_the_chat(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"\xff\xfe")
+    chat, screen, _ = run("one", f"/load {tmp_path / 'file'}")
+    assert said(chat) == ["one", "one 1"] and "is not JSON" in screen.complaints[0]
 
 
 def test_answers_as_json_are_an_object_a_line():

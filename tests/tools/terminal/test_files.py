@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
 import threading
 
 import pytest
@@ -71,6 +73,20 @@ def test_an_output_that_cannot_be_used_is_refused(tmp_path, target, message):
         check_output(str(tmp_path / target), str(tmp_path / "in"), False)
     check_output(str(tmp_path / "full"), str(tmp_path / "in"), True)
     check_output(str(tmp_path / "new"), "-", False)
+
+
+@pytest.mark.parametrize("target", ["-", "/dev/full"])
+def test_a_full_disk_is_told_with_what_was_written(target, monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115 - what it could not write would be written once more at its end
+    monkeypatch.setattr(sys, "stdout", full)
+    what = "The standard output" if target == "-" else "`--output` '/dev/full'"
+    with (
+        pytest.raises(ConfigurationError, match=f"^{what} cannot be written further: No space left .*; make room"),
+        opened_output(target) as write,
+    ):
+        write({"text": "a"})
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_an_input_that_cannot_be_read_is_refused(tmp_path):
