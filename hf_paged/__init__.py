@@ -31,6 +31,7 @@ _EXPORTS = {
 _ERRORS = (
     "AttentionBypassedError",
     "CacheFileError",
+    "CheckpointError",
     "ConfigurationError",
     "DeadlineExceededError",
     "EngineClosedError",

@@ -81,10 +81,12 @@ class AutoPagedModelForCausalLM:
         from transformers import AutoModelForCausalLM
 
         from .cache.memory import move_weights_to_huge_pages
+        from .quantization.loading import take_over
 
         safe_only = kwargs.get("gguf_file") is None and kwargs.get("use_safetensors") is None
         if safe_only:
             kwargs["use_safetensors"] = True
+        kwargs = take_over(name_or_path, kwargs)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
         except ValueError as error:

@@ -7,6 +7,7 @@
     │   ├── PromptTooLongError                  the prompt can never fit `max_model_len` or the K/V pool
     │   └── QueueFullError (queue.Full)         the engine takes no more waiting requests now; try again later
     ├── ConfigurationError (ValueError)         a `PagedConfig` field, or two of them together, make no sense
+    ├── CheckpointError (ValueError)            a quantized checkpoint is damaged, or contradicts its configuration
     ├── CacheFileError (ValueError)             a file is not a saved `PagedCache`, is damaged or of another version
     ├── NotSupportedError (NotImplementedError) asked for, understood, not built (yet)
     │   ├── UnsupportedModelError               a model that the paged engine cannot run correctly
@@ -60,6 +61,10 @@ class QueueFullError(InvalidRequestError, queue.Full):
 
 class ConfigurationError(HfPagedError, ValueError):
     """A configuration field has an impossible value, or contradicts another one."""
+
+
+class CheckpointError(HfPagedError, ValueError):
+    """A quantized checkpoint is damaged or incomplete, or contradicts the configuration beside it."""
 
 
 class CacheFileError(HfPagedError, ValueError):
