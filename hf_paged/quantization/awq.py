@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, num_groups
+from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, groups_in_order, num_groups
 from .packing import unpack
 
 BITS = 4
@@ -69,8 +69,7 @@ class AwqLinear(LinearFormat):
         self.expect(module, "scales", tensors["scales"], (groups, out_features), *_SCALES)
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        size = in_features if self.group_size == -1 else self.group_size
-        group = torch.arange(in_features, device=tensors["scales"].device) // size
+        group = groups_in_order(in_features, self.group_size, tensors["scales"].device)
         numbers, zeros = unpack_outputs(tensors["qweight"]).float(), unpack_outputs(tensors["qzeros"]).float()
         return ((numbers - zeros[group]) * tensors["scales"].float()[group]).T.contiguous()
 

@@ -212,3 +212,17 @@ def num_groups(in_features: int, size: int) -> int:
             Of a group; -1 for the whole row.
     """
     return 1 if size == -1 else -(-in_features // size)
+
+
+def groups_in_order(in_features: int, size: int, device: torch.device) -> torch.Tensor:
+    """Returns the group of each input where groups are neighbours, `[in_features]` int64.
+
+    Args:
+        in_features (`int`):
+            The length of a row.
+        size (`int`):
+            Of a group; -1 for the whole row.
+        device (`torch.device`):
+            Where to.
+    """
+    return torch.arange(in_features, device=device) // (in_features if size == -1 else size)

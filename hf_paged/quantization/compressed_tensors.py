@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, NotSupportedError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, num_groups
+from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, groups_in_order, num_groups
 from .packing import unpack
 from .scaled import ScaledLinear
 
@@ -110,8 +110,7 @@ class PackedLinear(LinearFormat):
         index = tensors.get("weight_g_idx")
         if index is not None and int(index.min()) >= 0:  # -1 where it was never filled in
             return index.long()
-        size = in_features if self.group_size == -1 else self.group_size
-        return torch.arange(in_features, device=device) // size
+        return groups_in_order(in_features, self.group_size, device)
 
 
 @dataclasses.dataclass(frozen=True)

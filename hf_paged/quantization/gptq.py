@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, num_groups
+from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, groups_in_order, num_groups
 from .packing import unpack
 
 BITS = (2, 3, 4, 8)
@@ -90,8 +90,7 @@ class GptqLinear(LinearFormat):
         zeros, scales = self.zero_points(tensors["qzeros"]).float(), tensors["scales"].float()
         group = tensors.get("g_idx")
         if group is None:
-            size = in_features if self.group_size == -1 else self.group_size
-            group = torch.arange(in_features, device=numbers.device) // size
+            group = groups_in_order(in_features, self.group_size, numbers.device)
         group = group.long()
         return ((numbers - zeros[group]) * scales[group]).T.contiguous()
 
