@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import zipfile
 from collections.abc import Iterable
 
 import torch
@@ -40,25 +40,31 @@ def read_headers(files: Iterable[str]) -> dict[str, TensorInfo]:
     """
     found: dict[str, TensorInfo] = {}
     for file in files:
-        try:
-            found.update(_safetensors_header(file) if str(file).endswith(".safetensors") else _pickle_header(file))
-        except (SafetensorError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"`{file}` is truncated or damaged ({error}); fetch it again.") from error
+        found.update(_safetensors_header(file) if str(file).endswith(".safetensors") else _pickle_header(file))
     return found
 
 
 def _safetensors_header(file: str) -> dict[str, TensorInfo]:
     found = {}
-    with safe_open(file, framework="pt") as tensors:
-        for name in list(tensors.keys()):
-            part = tensors.get_slice(name)
-            dtype = part.get_dtype()
-            if dtype not in _DTYPES:
-                raise CheckpointError(f"`{name}` in `{file}` has the dtype {dtype}, which torch has not.")
-            found[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[dtype])
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in list(tensors.keys()):
+                part = tensors.get_slice(name)
+                dtype = part.get_dtype()
+                if dtype not in _DTYPES:
+                    raise CheckpointError(f"`{name}` in `{file}` has the dtype {dtype}, which torch has not.")
+                found[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[dtype])
+    except SafetensorError as error:
+        raise CheckpointError(f"`{file}` is truncated or damaged ({error}); fetch it again.") from error
     return found
 
 
 def _pickle_header(file: str) -> dict[str, TensorInfo]:
-    tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    try:
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    except Exception as error:  # What the reader raises for a damaged file is what its bytes happen to ask for.
+        raise CheckpointError(
+            f"`{file}` is truncated or damaged, or holds more than tensors ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no words'}); fetch it again."
+        ) from error

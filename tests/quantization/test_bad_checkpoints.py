@@ -140,6 +140,31 @@ def test_pickled_weights_are_refused_unless_asked_for(folder):
     assert model.generate(PROMPT, max_new_tokens=4).shape == (1, 12)
 
 
+class NotATensor:
+    """What a pickle file of weights must not hold."""
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "junk", "flipped", "object"])
+def test_damaged_pickles(folder, damage):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    file.unlink()
+    pickled = folder / "pytorch_model.bin"
+    torch.save({**weights, "more": NotATensor()} if damage == "object" else weights, pickled)
+    held = pickled.read_bytes()
+    if damage != "object":
+        pickled.write_bytes(
+            {
+                "truncated": held[: len(held) // 2],
+                "empty": b"",
+                "junk": b"hello world" * 30,
+                "flipped": held[:100] + b"\xff" * 50 + held[150:],
+            }[damage]
+        )
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin` is truncated or damaged, or holds more than tensors"):
+        AutoPagedModelForCausalLM.from_pretrained(folder, use_safetensors=False)
+
+
 # ---------------------------------------------------------------------- linears that are left dense
 
 
