@@ -59,7 +59,7 @@ class AutoPagedModelForCausalLM:
             tensor_parallel_size (`int`, *optional*):
                 Reserved; only 1 is accepted so far.
             quantize (`str`, *optional*):
-                Reserved.
+                Quantizes a dense checkpoint after it is loaded: `"int8"`, `"int4"` or `"fp8"`.
             kwargs (`Any`):
                 Whatever `AutoModelForCausalLM.from_pretrained` takes (`dtype`, `revision`, `token`, `cache_dir`,
                 `gguf_file`, `quantization_config`, `device_map`, `trust_remote_code`, ...). Weights are read from
@@ -72,9 +72,10 @@ class AutoPagedModelForCausalLM:
         Raises:
             UnsupportedModelError: If it is no causal language model.
             NotSupportedError: If something was asked for that is not built yet.
-            ConfigurationError: If `paged_config` is not a `PagedConfig`.
+            ConfigurationError: If `paged_config` is not a `PagedConfig`, or there is no such `quantize`.
+            CheckpointError: If a quantized checkpoint is damaged, or contradicts its configuration.
         """
-        refuse_reserved(tensor_parallel_size, quantize)
+        refuse_reserved(tensor_parallel_size)
         _check_config(paged_config)
         check_dtype(kwargs.get("dtype"))
         _refuse_engine_settings(kwargs)
@@ -82,7 +83,10 @@ class AutoPagedModelForCausalLM:
 
         from .cache.memory import move_weights_to_huge_pages
         from .quantization.loading import take_over
+        from .quantization.on_load import check_scheme, quantize_model
 
+        if quantize is not None:
+            check_scheme(quantize)
         safe_only = kwargs.get("gguf_file") is None and kwargs.get("use_safetensors") is None
         if safe_only:
             kwargs["use_safetensors"] = True
@@ -104,6 +108,8 @@ class AutoPagedModelForCausalLM:
                 ) from error
             raise
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        if quantize is not None:
+            quantize_model(model, quantize)
         move_weights_to_huge_pages(model)
         model = cls.from_model(model, paged_config=paged_config)
         return (model, *info) if info else model
@@ -176,14 +182,12 @@ def _check_config(paged_config: Any) -> None:
         raise ConfigurationError(f"`paged_config` must be a PagedConfig, got {type(paged_config).__name__}.")
 
 
-def refuse_reserved(tensor_parallel_size: int | None, quantize: str | None) -> None:
+def refuse_reserved(tensor_parallel_size: int | None) -> None:
     """Refuses what has a name already and is not built yet.
 
     Args:
         tensor_parallel_size (`int`, *optional*):
             Only 1 is built.
-        quantize (`str`, *optional*):
-            None is built.
 
     Raises:
         NotSupportedError: If it is not built.
@@ -196,9 +200,4 @@ def refuse_reserved(tensor_parallel_size: int | None, quantize: str | None) -> N
     if tensor_parallel_size is not None and tensor_parallel_size > 1:
         raise NotSupportedError(
             f"`tensor_parallel_size` {tensor_parallel_size} is not built yet; the engine runs on one device."
-        )
-    if quantize is not None:
-        raise NotSupportedError(
-            f"`quantize` {quantize!r} is not built yet; load a checkpoint that is quantized already, with the "
-            "`quantization_config` of Transformers."
         )

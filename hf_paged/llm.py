@@ -94,7 +94,7 @@ class LLM:
             )
             self.tokenizer = load_tokenizer(model if tokenizer is None else tokenizer, load)
         else:
-            refuse_reserved(tensor_parallel_size, None)
+            refuse_reserved(tensor_parallel_size)
             self.model = _page(model, config, dtype, kwargs)
             self.tokenizer = load_tokenizer(model.name_or_path if tokenizer is None else tokenizer, {})
         if self.model._paged_refusal is not None:

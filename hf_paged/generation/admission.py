@@ -260,7 +260,8 @@ def check_embeds(embeds: Any, prompt_length: int, model: Any) -> None:
     Raises:
         InvalidEmbedsError: If they are not a floating-point tensor `[prompt_length, hidden_size]`.
     """
-    hidden_size = model.get_input_embeddings().weight.shape[1]
+    embeddings = model.get_input_embeddings()
+    hidden_size = getattr(embeddings, "embedding_dim", None) or embeddings.weight.shape[1]
     is_tensor = isinstance(embeds, torch.Tensor) and embeds.is_floating_point()
     if not is_tensor or tuple(embeds.shape) != (prompt_length, hidden_size):
         got = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else type(embeds).__name__

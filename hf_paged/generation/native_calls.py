@@ -18,6 +18,7 @@ import torch
 
 from ..cache.step_cache import StepCache, StepLayer
 from ..kernels.layers import LayerArguments
+from ..kernels.packed_rows import is_packed
 from ..modeling.native_step import Substitute, substituted
 from .native_operators import Operators
 from .native_units import Unit, run_small
@@ -97,7 +98,8 @@ class _SmallCall:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         x, weight = self._unit.hidden.of(args, kwargs), module._parameters["weight"]
-        if weight is None or not isinstance(x, torch.Tensor) or x.dtype != weight.dtype or x.device != weight.device:
+        is_alike = isinstance(x, torch.Tensor) and weight is not None and x.device == weight.device
+        if not is_alike or (x.dtype != weight.dtype and not is_packed(weight)):
             return type(module).forward(module, *args, **kwargs)
         return run_small(self._unit, self._operators, x)
 

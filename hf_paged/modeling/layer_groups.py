@@ -138,7 +138,8 @@ def num_embeddings(model: Any) -> int:
         model (`PreTrainedModel`):
             The model.
     """
-    return model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings()
+    return getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]  # packed rows have other shapes
 
 
 def context_limit(config: Any) -> tuple[int | None, str | None]:

@@ -19,8 +19,17 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, groups_in_order, num_groups
-from .packing import unpack
+from .base import (
+    FORMATS,
+    CheckpointFormat,
+    LinearFormat,
+    QuantizedWeight,
+    TensorInfo,
+    field,
+    group_size,
+    num_groups,
+)
+from .packing import pack, unpack
 
 BITS = 4
 PER_WORD = 32 // BITS
@@ -43,6 +52,19 @@ def unpack_outputs(words: torch.Tensor) -> torch.Tensor:
     return numbers[..., places].flatten(1)
 
 
+def pack_outputs(numbers: torch.Tensor) -> torch.Tensor:
+    """The inverse of `unpack_outputs`.
+
+    Args:
+        numbers (`torch.Tensor`):
+            `[rows, out]` uint8.
+
+    Returns:
+        `torch.Tensor`: `[rows, out / 8]` int32.
+    """
+    return pack(numbers.unflatten(1, (-1, PER_WORD))[..., list(ORDER)].flatten(1), BITS, dim=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class AwqLinear(LinearFormat):
     """One linear of an AWQ checkpoint.
@@ -53,6 +75,7 @@ class AwqLinear(LinearFormat):
     """
 
     required = ("qweight", "qzeros", "scales")
+    codes_name = "qweight"
 
     group_size: int
 
@@ -68,10 +91,13 @@ class AwqLinear(LinearFormat):
         self.expect(module, "qzeros", tensors["qzeros"], (groups, packed), torch.int32)
         self.expect(module, "scales", tensors["scales"], (groups, out_features), *_SCALES)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        group = groups_in_order(in_features, self.group_size, tensors["scales"].device)
-        numbers, zeros = unpack_outputs(tensors["qweight"]).float(), unpack_outputs(tensors["qzeros"]).float()
-        return ((numbers - zeros[group]) * tensors["scales"].float()[group]).T.contiguous()
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> QuantizedWeight:
+        codes, zeros = (unpack_outputs(tensors[name]).T.contiguous() for name in ("qweight", "qzeros"))
+        size = None if self.group_size == -1 else self.group_size
+        return QuantizedWeight(codes, tensors["scales"].T, zeros, None, size, BITS)
+
+    def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return pack_outputs(codes.T.contiguous()).contiguous()
 
 
 @FORMATS.register("awq")

@@ -28,6 +28,52 @@ class TensorInfo:
     dtype: torch.dtype
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """What the tensors of a quantized linear mean: `weight[o, i] = (codes[o, i] - zero[o, g]) * scale[o, g]`.
+
+    Args:
+        codes (`torch.Tensor`):
+            `[out_features, in_features]` uint8, int8 or float8.
+        scale (`torch.Tensor`):
+            `[out_features or 1, groups]`.
+        zero (`torch.Tensor`, *optional*):
+            The same, in units of the codes; none: 0.
+        group (`torch.Tensor`, *optional*):
+            `[in_features]` int64: g, the group of each input. None: neighbours in `group_size`s.
+        group_size (`int`, *optional*):
+            Inputs of a group where these are neighbours; the last group may be smaller. None: one group.
+        bits (`int`, defaults to 8):
+            Those of the codes that are in use.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    group: torch.Tensor | None = None
+    group_size: int | None = None
+    bits: int = 8
+
+    def groups(self) -> torch.Tensor:
+        """Returns the group of each input, `[in_features]` int64."""
+        if self.group is not None:
+            return self.group.long()
+        in_features = self.codes.shape[1]
+        return groups_in_order(in_features, self.group_size or -1, self.codes.device)
+
+    def dequantize(self) -> torch.Tensor:
+        """Returns the weight, `[out_features, in_features]` float32."""
+        weight, scale = self.codes.float(), self.scale.float()
+        if scale.shape[1] == 1:
+            if self.zero is not None:
+                weight.sub_(self.zero.float())
+            return weight.mul_(scale)
+        groups = self.groups()
+        if self.zero is not None:
+            weight.sub_(self.zero.float()[:, groups])
+        return weight.mul_(scale[:, groups])
+
+
 class LinearFormat(abc.ABC):
     """How one linear of `[out_features, in_features]` lies in a checkpoint. One object serves many linears.
 
@@ -36,6 +82,7 @@ class LinearFormat(abc.ABC):
 
     required: ClassVar[Sequence[str]] = ()
     optional: ClassVar[Sequence[str]] = ()
+    codes_name: ClassVar[str]  # the tensor that holds the codes, nearly all of the bytes
 
     @abc.abstractmethod
     def check(self, module: str, tensors: Mapping[str, TensorInfo], out_features: int, in_features: int) -> None:
@@ -74,8 +121,8 @@ class LinearFormat(abc.ABC):
                 )
 
     @abc.abstractmethod
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        """Computes the weight.
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> QuantizedWeight:
+        """Takes the tensors apart.
 
         Args:
             tensors (`Mapping[str, torch.Tensor]`):
@@ -84,9 +131,18 @@ class LinearFormat(abc.ABC):
                 Rows.
             in_features (`int`):
                 Columns.
+        """
+
+    @abc.abstractmethod
+    def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """Makes the tensor `codes_name` again.
+
+        Args:
+            codes (`torch.Tensor`):
+                As `read` returns them.
 
         Returns:
-            `torch.Tensor`: `[out_features, in_features]` float32.
+            `torch.Tensor`: The bytes that `read` was given.
         """
 
     def expect(self, module: str, name: str, found: TensorInfo, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:

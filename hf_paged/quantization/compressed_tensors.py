@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, NotSupportedError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, groups_in_order, num_groups
-from .packing import unpack
+from .base import FORMATS, CheckpointFormat, LinearFormat, QuantizedWeight, TensorInfo, num_groups
+from .packing import pack, unpack
 from .scaled import ScaledLinear
 
 METHOD = "compressed-tensors"
@@ -52,6 +52,7 @@ class PackedLinear(LinearFormat):
     symmetric: bool
 
     optional = ("weight_shape", "weight_g_idx", "input_scale", "input_zero_point")
+    codes_name = "weight_packed"
 
     @property
     def required(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -95,22 +96,21 @@ class PackedLinear(LinearFormat):
                 "damaged."
             )
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        offset = 1 << (self.bits - 1)
-        numbers = unpack(tensors["weight_packed"], self.bits, dim=1)[:, :in_features].float() - offset
-        scale = tensors["weight_scale"].float()
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> QuantizedWeight:
+        codes = unpack(tensors["weight_packed"], self.bits, dim=1)[:, :in_features].contiguous()
+        scale = tensors["weight_scale"]
         scale = scale.reshape(1, 1) if self.per_tensor else scale
-        group = self._groups(tensors, in_features, numbers.device)
+        zero = torch.full_like(scale, 1 << (self.bits - 1), dtype=torch.float32)
         if not self.symmetric:
-            zeros = unpack(tensors["weight_zero_point"], self.bits, dim=0)[: scale.shape[0]].float() - offset
-            numbers = numbers - zeros[:, group]
-        return numbers * scale[:, group]
-
-    def _groups(self, tensors: Mapping[str, torch.Tensor], in_features: int, device: torch.device) -> torch.Tensor:
+            zero = unpack(tensors["weight_zero_point"], self.bits, dim=0)[: scale.shape[0]]
         index = tensors.get("weight_g_idx")
-        if index is not None and int(index.min()) >= 0:  # -1 where it was never filled in
-            return index.long()
-        return groups_in_order(in_features, self.group_size, device)
+        if index is not None and int(index.min()) < 0:  # never filled in
+            index = None
+        size = None if self.group_size == -1 else self.group_size
+        return QuantizedWeight(codes, scale, zero, index, size, self.bits)
+
+    def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return pack(codes, self.bits, dim=1).contiguous()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,17 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo, field, group_size, groups_in_order, num_groups
-from .packing import unpack
+from .base import (
+    FORMATS,
+    CheckpointFormat,
+    LinearFormat,
+    QuantizedWeight,
+    TensorInfo,
+    field,
+    group_size,
+    num_groups,
+)
+from .packing import pack, unpack
 
 BITS = (2, 3, 4, 8)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,6 +51,7 @@ class GptqLinear(LinearFormat):
 
     required = ("qweight", "qzeros", "scales")
     optional = ("g_idx",)
+    codes_name = "qweight"
 
     bits: int
     group_size: int
@@ -85,14 +95,13 @@ class GptqLinear(LinearFormat):
         zeros = unpack(qzeros, self.bits, dim=1)
         return (zeros + 1) & ((1 << self.bits) - 1) if self.zeros_less_one else zeros
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        numbers = unpack(tensors["qweight"], self.bits, dim=0).float()
-        zeros, scales = self.zero_points(tensors["qzeros"]).float(), tensors["scales"].float()
-        group = tensors.get("g_idx")
-        if group is None:
-            group = groups_in_order(in_features, self.group_size, numbers.device)
-        group = group.long()
-        return ((numbers - zeros[group]) * scales[group]).T.contiguous()
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> QuantizedWeight:
+        codes = unpack(tensors["qweight"], self.bits, dim=0).T.contiguous()
+        zeros, size = self.zero_points(tensors["qzeros"]).T, None if self.group_size == -1 else self.group_size
+        return QuantizedWeight(codes, tensors["scales"].T, zeros, tensors.get("g_idx"), size, self.bits)
+
+    def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return pack(codes.T, self.bits, dim=0).contiguous()
 
 
 @FORMATS.register("gptq")

@@ -3,7 +3,7 @@
 config.json   "quantization_config": {"quant_method": "gptq", ...}
 loading       the configuration is handed to `from_pretrained` with {"quant_method": "hf_paged", "original": ...}
 before        linears of which the files hold packed tensors become `QuantizedLinear`s, on the meta device
-after         values are looked at
+after         values are looked at, and codes put into the rows that operators read
 saving        the configuration writes the original again
 """
 
@@ -82,6 +82,7 @@ class PagedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, module in quantized_linears(model):
             module.format.check_values(name, module.tensors())
+            module.pack()
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

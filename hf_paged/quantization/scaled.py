@@ -14,36 +14,9 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import CheckpointError
-from .base import LinearFormat, TensorInfo
+from .base import LinearFormat, QuantizedWeight, TensorInfo
 
 _SCALES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def expand_scale(
-    scale: torch.Tensor, out_features: int, in_features: int, block: tuple[int, int] | None
-) -> torch.Tensor:
-    """Spreads scales over a weight.
-
-    Args:
-        scale (`torch.Tensor`):
-            One number, one for each row, or a grid of blocks.
-        out_features (`int`):
-            Rows of the weight.
-        in_features (`int`):
-            Its columns.
-        block (`tuple[int, int]`, *optional*):
-            Rows and columns of a block, where there are blocks.
-
-    Returns:
-        `torch.Tensor`: float32, of a shape that broadcasts to the weight's.
-    """
-    scale = scale.float()
-    if scale.numel() == 1:
-        return scale.reshape(1, 1)
-    if block is None or scale.numel() == out_features and scale.dim() < 2:
-        return scale.reshape(out_features, 1)
-    rows, columns = block
-    return scale.repeat_interleave(rows, 0)[:out_features].repeat_interleave(columns, 1)[:, :in_features]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +34,7 @@ class ScaledLinear(LinearFormat):
             Rows and columns that share a scale, if neither all nor rows do.
     """
 
+    codes_name = "weight"
     optional = ("weight_zero_point", "input_scale", "activation_scale", "input_zero_point", "weight_shape")
 
     method: str
@@ -89,8 +63,14 @@ class ScaledLinear(LinearFormat):
             )
         self.expect(module, self.scale_name, scale, scale.shape, *_SCALES)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> torch.Tensor:
-        weight = tensors["weight"].float()
-        if (zeros := tensors.get("weight_zero_point")) is not None:
-            weight = weight - zeros.float().reshape(-1, 1)
-        return weight * expand_scale(tensors[self.scale_name], out_features, in_features, self.block)
+    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> QuantizedWeight:
+        scale, size = tensors[self.scale_name], None
+        if self.block is None or scale.numel() == 1:
+            scale = scale.reshape(-1, 1)
+        else:
+            scale, size = scale.repeat_interleave(self.block[0], 0)[:out_features], self.block[1]
+        zero = tensors.get("weight_zero_point")
+        return QuantizedWeight(tensors["weight"], scale, None if zero is None else zero.reshape(-1, 1), group_size=size)
+
+    def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes

@@ -11,6 +11,8 @@ import torch
 from . import library
 from .activations import activation_number
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of x, and of weights that are not packed rows
+
 
 @functools.cache
 def load() -> bool:
@@ -58,16 +60,17 @@ def linears(
     """Multiplies rows with one to three weights: `residual + activation(x @ cat(weights).T + cat(biases))`.
 
     Up to 8 rows are bound by reading the weights, more by arithmetic. Sums are float32. bfloat16 weights are multiplied
-    with x rounded to bfloat16 where the processor's bfloat16 instructions are the faster ones, else in float32.
+    with x rounded to bfloat16 where the processor's bfloat16 instructions are the faster ones and all weights of the
+    call are bfloat16, else in float32.
 
     Args:
         x (`torch.Tensor`):
             `[..., in]` float32, bfloat16 or float16 on the CPU.
         weights (`Sequence[torch.Tensor]`):
             Each `[out, in]` with contiguous rows, or `[blocks, rows, in]` where the rows of a fused, interleaved
-            projection come in blocks; all of one dtype.
+            projection come in blocks. Packed rows (`kernels/packed_rows.py`) have their bytes instead of `in`.
         biases (`Sequence[torch.Tensor | None]`, *optional*):
-            One for each weight, of its dtype and its shape without `in`.
+            One for each weight, of its dtype, or of any beside packed rows, and of its shape without `in`.
         activation (`str`, defaults to `"linear"`):
             A name of `ACTIVATIONS`.
         residual (`torch.Tensor`, *optional*):

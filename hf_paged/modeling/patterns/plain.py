@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from ..native_step import has_own_forward
+from ..packed_linear import PackedLinear
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 DEVICE_TYPES = frozenset({"cpu", "cuda"})  # that operators exist for
@@ -109,14 +110,14 @@ def check_one_device(tensors: Iterable[torch.Tensor], device: torch.device) -> N
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
-    """Returns whether a module is a linear layer, not one of a subclass, with ordinary weights.
+    """Returns whether a module is a linear layer, not one of a subclass, with weights that native operators read.
 
     Args:
         module (`torch.nn.Module`):
             Any module.
     """
-    return (
-        type(module) is torch.nn.Linear
-        and is_plain_tensor(module.weight)
-        and (module.bias is None or is_plain_tensor(module.bias))
-    )
+    if isinstance(module, PackedLinear):
+        is_read = module.is_packed and module.order is None and module.weight.device.type == "cpu"
+    else:
+        is_read = type(module) is torch.nn.Linear and is_plain_tensor(module.weight)
+    return is_read and (module.bias is None or is_plain_tensor(module.bias))

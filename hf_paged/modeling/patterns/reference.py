@@ -10,6 +10,7 @@ import torch
 from ...kernels.base import AttentionSpec
 from ...kernels.layers import LayerArguments, LayerShape
 from ...kernels.metadata import PagedAttentionMetadata
+from ...kernels.packed_rows import dequantized, is_packed
 from ...kernels.reference import ReferenceBackend
 from .recipe import Activation, NormKind, QKNormKind, ResidualFlow, RopeLayout
 
@@ -102,6 +103,8 @@ class _Layer:
         weight, bias = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"]
         assert weight is not None, "a linear has a weight"
         weight = weight.reshape(-1, weight.shape[-1])
+        if is_packed(weight):
+            weight = dequantized(weight, x.shape[-1]).to(x.dtype)
         return torch.nn.functional.linear(x, weight, None if bias is None else bias.reshape(-1))
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:

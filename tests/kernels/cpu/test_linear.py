@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.cpu import linear as native
+from hf_paged.kernels.packed_rows import Codes, dequantized, pack_rows
 from tests.kernels.cpu.levels import LEVELS, at_level
+from tests.kernels.test_packed_rows import numbers
 
 # float32 sums of float32 products; half precision: the result, and with the dot product also x, is rounded once.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -115,7 +119,7 @@ def test_shapes_that_do_not_fit_are_refused():
     for arguments, message in (
         ((x, [torch.randn(5, 9)]), "x's k"),
         ((x, [weight.double()]), "float32"),
-        ((x, [weight, weight.bfloat16()]), "share a dtype"),
+        ((x, [torch.zeros(5, 9, dtype=torch.uint8)]), "packed row of 9 bytes does not fit x's k, 8"),
         ((x, [weight], [torch.randn(4)]), "one number per row"),
         ((x, [weight.t().contiguous().t()]), "contiguous"),
         ((x, [weight], None, "linear", torch.randn(3, 4)), "residual"),
@@ -143,3 +147,45 @@ def test_sums_of_nothing_are_zero(level: str):
         native.linears(torch.ones(tokens, 64), [torch.ones(35, 64)])  # leaves sums in the memory that calls share
         result = native.linears(torch.ones(tokens, 0), [torch.ones(35, 0)], [bias])
         assert torch.equal(result, bias.expand(tokens, -1))
+
+
+@pytest.mark.parametrize("kind", Codes)
+def test_products_with_packed_rows_equal_float64(level: str, kind: Codes):
+    torch.manual_seed(0)
+    for tokens in TOKENS:
+        for size, num_groups, columns in ((128, 1, 48), (256, 4, 51), (37, 1, 7), (320, 10, 19)):
+            x = torch.randn(tokens, size)
+            first, second = (pack_rows(numbers(kind, rows, size, num_groups)) for rows in (columns, columns + 5))
+            bias = torch.randn(columns).bfloat16()
+            dense = [dequantized(packed, size).double() for packed in (first, second)]
+            expected = torch.cat([F.linear(x.double(), dense[0], bias.double()), x.double() @ dense[1].T], 1)
+            result = native.linears(x, [first, second], [bias, None])
+            assert relative_error(result, expected) < 1e-6, (tokens, size, columns)
+
+
+def test_a_call_may_mix_packed_rows_and_dense_weights(level: str):
+    torch.manual_seed(0)
+    x = torch.randn(21, 64)
+    weights = [pack_rows(numbers(Codes.Q4, 24, 64, 2)), torch.randn(17, 64).bfloat16(), torch.randn(9, 64)]
+    dense = [dequantized(weights[0], 64), *weights[1:]]
+    expected = x.double() @ torch.cat([weight.double() for weight in dense]).T
+    assert relative_error(native.linears(x, weights), expected) < 1e-6
+    gate, up = pack_rows(numbers(Codes.Q8, 33, 64, 1)), torch.randn(33, 64)
+    expected = F.silu(x.double() @ dequantized(gate, 64).double().T) * (x.double() @ up.double().T)
+    assert relative_error(native.gated_linear(x, gate, up, "silu"), expected) < 1e-6
+
+
+def test_packed_rows_at_the_end_of_memory_are_read_within_their_bounds(level: str):
+    """The last row ends where a page that nobody may read begins."""
+    page = mmap.PAGESIZE
+    for kind in (Codes.Q4, Codes.Q8):
+        packed = pack_rows(numbers(kind, 35, 96, 3))
+        held = mmap.mmap(-1, 4 * page)
+        whole = torch.frombuffer(held, dtype=torch.uint8)
+        start = 3 * page - packed.numel()
+        weight = whole[start : 3 * page].view(packed.shape)
+        weight.copy_(packed)
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.data_ptr() + 3 * page), page, 0) == 0
+        for tokens in (1, 3, 20):
+            x = torch.randn(tokens, 96)
+            assert relative_error(native.linears(x, [weight]), x.double() @ dequantized(packed, 96).double().T) < 1e-6

@@ -78,7 +78,7 @@ class Stack {
 
   void run_layer(const DecoderLayer& layer) {
     // What the next linear would round to bf16 anyway is handed over as such: half as much to move between cores.
-    inner = linear_kernels(layer.weight_dtype).pairs ? DType::bf16 : DType::f32;
+    inner = rounds_inputs(layer) ? DType::bf16 : DType::f32;
     float* h = buffers->get(0, c.num_tokens * c.hidden_size);
     const Rows normed{h, c.hidden_size, inner}, plain{x, c.hidden_size, DType::f32};
     const bool sequential = layer.flow == ResidualFlow::sequential;
@@ -101,6 +101,16 @@ class Stack {
       norm(layer, layer.norm2, x, h, inner);
       add(layer, mlp(layer, layer.norm2.present ? normed : plain), layer.post_mlp_norm);
     }
+  }
+
+  // Whether all linears of a layer round what they are given to bf16.
+  static bool rounds_inputs(const DecoderLayer& layer) {
+    for (const LinearPart* part : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+      LinearArgs one;
+      one.parts[0] = *part;
+      if (part->weight && !linear_kernels(one).pairs) return false;
+    }
+    return true;
   }
 
   static void into(LinearArgs& a, float* y, const float* residual, float scale) {
@@ -159,7 +169,7 @@ class Stack {
     const int64_t q = layer.num_query_heads * layer.key_dim, k = layer.num_kv_heads * layer.key_dim;
     const int64_t v = layer.num_kv_heads * layer.value_dim, size = q + k + v;
     float* qkv = buffers->get(1, c.num_tokens * size);
-    LinearArgs project = reading(layer, in, c.hidden_size);
+    LinearArgs project = reading(in, c.hidden_size);
     project.parts[0] = layer.q;
     project.parts[1] = layer.k;
     project.parts[2] = layer.v;
@@ -194,7 +204,7 @@ class Stack {
     a.alibi_slopes = layer.alibi_slopes;
     attend(a, plan_of(a));
 
-    Block block{reading(layer, {out, out_size, a.output_dtype}, out_size), {}};
+    Block block{reading({out, out_size, a.output_dtype}, out_size), {}};
     block.last.parts[0] = layer.o;
     return block;
   }
@@ -256,7 +266,7 @@ class Stack {
 
   Block mlp(const DecoderLayer& layer, Rows in) {
     const int64_t size = layer.up.num_rows;
-    LinearArgs first = reading(layer, in, c.hidden_size);
+    LinearArgs first = reading(in, c.hidden_size);
     first.gated = layer.gated;
     first.activation = layer.activation;
     first.parts[0] = layer.gated ? layer.gate : layer.up;
@@ -265,19 +275,18 @@ class Stack {
     first.y = buffers->get(3, (c.num_tokens < TOKENS_PER_CALL ? c.num_tokens : TOKENS_PER_CALL) * size);
     first.y_stride = size;
     first.y_dtype = inner;
-    Block block{reading(layer, {first.y, size, inner}, size), first, true};
+    Block block{reading({first.y, size, inner}, size), first, true};
     block.last.parts[0] = layer.down;
     return block;
   }
 
-  LinearArgs reading(const DecoderLayer& layer, Rows in, int64_t k) const {
+  LinearArgs reading(Rows in, int64_t k) const {
     LinearArgs a;
     a.x = in.data;
     a.x_stride = in.stride;
     a.x_dtype = in.dtype;
     a.num_tokens = c.num_tokens;
     a.k = k;
-    a.weight_dtype = layer.weight_dtype;
     return a;
   }
 

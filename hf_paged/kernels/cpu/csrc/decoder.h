@@ -36,7 +36,6 @@ struct DecoderLayer {
   NormKind head_norm_kind = NormKind::rms;
   float head_norm_eps = 0, head_norm_offset = 0;
 
-  DType weight_dtype = DType::f32;
   LinearPart q, k, v, o, gate, up, down;
   bool gated = true;
   Activation activation = Activation::silu;

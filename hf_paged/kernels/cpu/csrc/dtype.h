@@ -4,11 +4,18 @@
 
 namespace hf_paged {
 
-enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+// From q4 on only weights have them: rows of packed codes, as kernels/packed_rows.py describes them.
+enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2, q4 = 3, q8 = 4, e4m3 = 5 };
+constexpr int NUM_WEIGHT_DTYPES = 6;
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+// Bytes of packed rows.
+struct q4 { uint8_t bits; };
+struct q8 { int8_t bits; };
+struct e4m3 { uint8_t bits; };
 
-static inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+static inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype <= DType::f16 ? 2 : 1; }
+static inline bool is_packed(DType dtype) { return dtype >= DType::q4; }
 
 }  // namespace hf_paged

@@ -20,10 +20,10 @@ float* scratch(std::vector<float>& kept, int64_t count) {
 }
 
 // Pointers to the rows first ... first + count - 1.
-void find_rows(const LinearPart& part, DType dtype, int64_t first, int count, const void** rows) {
+void find_rows(const LinearPart& part, int64_t first, int count, const void** rows) {
   int64_t block = first / part.rows_per_block, row = first - block * part.rows_per_block;
   for (int i = 0; i < count; i++) {
-    rows[i] = (const char*)part.weight + (block * part.block_stride + row * part.row_stride) * size_of(dtype);
+    rows[i] = (const char*)part.weight + (block * part.block_stride + row * part.row_stride) * size_of(part.dtype);
     if (++row < part.rows_per_block) continue;
     row = 0;
     block++;
@@ -66,7 +66,7 @@ int64_t block_bytes(int64_t k, const LinearKernels& kernels) {
 
 // Of all blocks that a call reads.
 int64_t packed_bytes(const LinearArgs& args) {
-  const LinearKernels& kernels = linear_kernels(args.weight_dtype);
+  const LinearKernels& kernels = linear_kernels(args);
   const int64_t num_many = Split(args.num_tokens, kernels).num_many;
   return (num_many + kernels.max_width - 1) / kernels.max_width * block_bytes(args.k, kernels);
 }
@@ -74,7 +74,7 @@ int64_t packed_bytes(const LinearArgs& args) {
 class Call {
  public:
   explicit Call(const LinearArgs& args)
-      : a(args), kernels(linear_kernels(args.weight_dtype)), epilogue(linear_epilogue()), split(a.num_tokens, kernels) {
+      : a(args), kernels(linear_kernels(args)), epilogue(linear_epilogue()), split(a.num_tokens, kernels) {
     padded_k = (a.k + 31) / 32 * 32;
     num_blocks = (split.num_many + kernels.max_width - 1) / kernels.max_width;
     const int64_t few_bytes = split.num_few * padded_k * (kernels.pairs ? 2 : 4);
@@ -132,11 +132,11 @@ class Call {
     const void* rows[2][COLUMNS];
     float bias[2][COLUMNS];
     LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
-    LinearTile t{nullptr, item.num_columns, 0, a.k, nullptr, padded_k, 0, nullptr, rest};
+    LinearTile t{nullptr, item.num_columns, 0, a.k, 0, nullptr, padded_k, 0, nullptr, rest};
     int64_t strides[2];
     for (int i = 0; i < (a.gated ? 2 : 1); i++) {
       const LinearPart& part = a.parts[item.part + i];
-      find_rows(part, a.weight_dtype, item.row, item.num_columns, rows[i]);
+      find_rows(part, item.row, item.num_columns, rows[i]);
       const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
       strides[i] = whole ? part.row_stride : 0;
       if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);
@@ -154,8 +154,9 @@ class Call {
       for (int i = 0; i < (a.gated ? 2 : 1); i++) {
         t.rows = rows[i];
         t.row_stride = strides[i];
+        t.group = a.parts[item.part + i].group;
         t.out = few ? tile + i * tile_size : sums + i * sums_size;
-        (few ? kernels.few : kernels.many)[(int)a.weight_dtype](t);
+        (few ? kernels.few : kernels.many)[(int)a.parts[item.part + i].dtype](t);
         if (!few && !a.packed_y) epilogue.turn(t.out, t.num_rows, width, tile + i * tile_size);
       }
       if (few || !a.packed_y) epilogue.finish(a, out);
@@ -166,7 +167,7 @@ class Call {
   const float* biases(const LinearPart& part, const Item& item, float* out) const {
     for (int c = 0; c < item.num_columns; c++) {
       const int64_t row = item.row + c, block = row / part.rows_per_block;
-      out[c] = widened(a.weight_dtype, part.bias, block * part.bias_block_stride + row - block * part.rows_per_block);
+      out[c] = widened(part.bias_dtype, part.bias, block * part.bias_block_stride + row - block * part.rows_per_block);
     }
     for (int c = item.num_columns; c < COLUMNS; c++) out[c] = 0;
     return out;
@@ -210,11 +211,12 @@ void linear(const LinearArgs& args) {
 
 void linear_pair(const LinearArgs& first, const LinearArgs& second) {
   static thread_local std::vector<float> kept;
+  const bool alike = &linear_kernels(first) == &linear_kernels(second);
   for_parts(first.num_tokens, [&](int64_t begin, int64_t count) {
     LinearArgs a = part_of(first, begin, count), b = part_of(second, begin, count);
     a.y = first.y;
     b.x = second.x;
-    b.packed_x = a.packed_y = (char*)scratch(kept, packed_bytes(b) / 4);
+    if (alike) b.packed_x = a.packed_y = (char*)scratch(kept, packed_bytes(b) / 4);
     Call(a).run();
     Call(b).run();
   });

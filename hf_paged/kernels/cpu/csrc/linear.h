@@ -1,6 +1,6 @@
 // y = x W^T with what comes before and after it, on nn.Linear's own row-major weights.
 //
-// Weights are never repacked. Two ways to multiply, by the number of tokens:
+// Dense weights are never repacked; quantized ones come in packed rows. Two ways to multiply, by the number of tokens:
 //
 //   few    dot products along k: 16 sums at a time (16 rows x 1 token, 8 x 2 or 4 x 4), reduced at the end.
 //          Reads the weights once, in order: bound by memory bandwidth.
@@ -26,8 +26,11 @@ struct LinearPart {
   int64_t row_stride = 0;
   int64_t rows_per_block = INT64_MAX;
   int64_t block_stride = 0;
-  const void* bias = nullptr;  // [num_rows] of `weight_dtype`, blocks as above with stride 1
+  DType dtype = DType::f32;
+  int64_t group = 0;           // packed rows: numbers that share a scale
+  const void* bias = nullptr;  // [num_rows], blocks as above with stride 1
   int64_t bias_block_stride = 0;
+  DType bias_dtype = DType::f32;
 };
 
 struct LinearArgs {
@@ -37,7 +40,6 @@ struct LinearArgs {
   int64_t num_tokens = 0, k = 0;
   LinearPart parts[3];  // one after the other in y; or, if `gated`, gate and up
   int num_parts = 1;
-  DType weight_dtype = DType::f32;
   bool gated = false;  // y = activation(x gate^T) * (x up^T)
   Activation activation = Activation::identity;
   const void* residual = nullptr;  // y = residual + residual_scale * (...); may be y itself
@@ -62,12 +64,12 @@ struct LinearTile {
   const void* const* rows;  // `num_rows` pointers
   int num_rows;             // at most COLUMNS
   int64_t row_stride;       // elements between them if they are equally far apart, else 0
-  int64_t k;
+  int64_t k, group;         // group: of packed rows
   const void* x;      // many: a packed block; few: rows of `x_stride` numbers, zero from k on
   int64_t x_stride;   // few only
   int num_tokens;     // many: the block's width; few: tokens, at most MAX_FEW_TOKENS
   float* out;         // many: out[column * MAX_WIDTH + token]; few: out[token * COLUMNS + column]
-  void* scratch;      // num_rows * k float32 and 64 KB more
+  void* scratch;      // num_rows * k float32, k rounded up to 32, and 64 KB more
 };
 
 // Activations on their way into `few` or `many`.
@@ -88,8 +90,8 @@ struct LinearKernels {
   bool pairs;     // packed and copied activations are bf16
   void (*pack)(const PackArgs&);                       // for `many`
   void (*copy)(const PackArgs&);                       // for `few`
-  void (*many[3])(const LinearTile&);                  // by weight dtype
-  void (*few[3])(const LinearTile&);
+  void (*many[NUM_WEIGHT_DTYPES])(const LinearTile&);
+  void (*few[NUM_WEIGHT_DTYPES])(const LinearTile&);
 };
 
 // Sums of a chunk of columns, on their way into y. Biases are float32, COLUMNS of them.
@@ -111,11 +113,12 @@ struct LinearEpilogue {
 extern const LinearKernels linear_avx2, linear_avx512, linear_avx512bf16, linear_amx;
 extern const LinearEpilogue linear_epilogue_avx2, linear_epilogue_avx512;
 
-// float32 arithmetic for float32 and float16 weights; bf16 weights have choices.
-inline const LinearKernels& linear_kernels(DType weights) {
+// float32 arithmetic, unless all weights are bf16, which have choices.
+inline const LinearKernels& linear_kernels(const LinearArgs& args) {
   const Isa isa = current_isa();
   if (isa < Isa::avx512) return linear_avx2;
-  if (weights != DType::bf16) return linear_avx512;
+  for (int i = 0; i < args.num_parts; i++)
+    if (args.parts[i].dtype != DType::bf16) return linear_avx512;
   if (isa == Isa::amx) return linear_amx;
   return prefers_bf16_dot() ? linear_avx512bf16 : linear_avx512;
 }
@@ -131,7 +134,8 @@ void linear(const LinearArgs& args);
 constexpr int64_t TOKENS_PER_CALL = 256;
 
 // Two linears, the second of which reads nothing but what the first writes: an MLP. What lies between never becomes
-// rows; y of the first is memory for TOKENS_PER_CALL of them, or for all if there are fewer.
+// rows, where both use the same arithmetic; y of the first is memory for TOKENS_PER_CALL of them, or for all if there
+// are fewer.
 void linear_pair(const LinearArgs& first, const LinearArgs& second);
 
 }  // namespace hf_paged

@@ -147,7 +147,7 @@ void few(const LinearTile& t) { linear_avx512bf16.few[(int)DType::bf16](t); }
 }  // namespace avx512
 
 extern const LinearKernels linear_amx = {
-    avx512::W, MAX_WIDTH, 4, true, avx512::pack, avx512::copy, {nullptr, avx512::many, nullptr},
-    {nullptr, avx512::few, nullptr}};
+    avx512::W, MAX_WIDTH, 4, true, avx512::pack, avx512::copy, {nullptr, avx512::many},
+    {nullptr, avx512::few}};
 
 }  // namespace hf_paged

@@ -231,7 +231,7 @@ void few(const LinearTile& t) {
 }  // namespace avx512
 
 extern const LinearKernels linear_avx512bf16 = {
-    avx512::W, 64, 8, true, avx512::pack, avx512::copy, {nullptr, avx512::many, nullptr},
-    {nullptr, avx512::few, nullptr}};
+    avx512::W, 64, 8, true, avx512::pack, avx512::copy, {nullptr, avx512::many},
+    {nullptr, avx512::few}};
 
 }  // namespace hf_paged

@@ -1,6 +1,7 @@
 // float32 arithmetic of linear.h for any weight dtype, written against vec_avx512.h or vec_avx2.h.
 #pragma once
 #include "linear.h"
+#include "packed_rows.h"
 #include "with_type.h"
 
 namespace hf_paged {
@@ -75,6 +76,18 @@ INLINE void multiply(const float* const* rows, const float* x, int64_t width, in
   }
 }
 
+INLINE int64_t padded(int64_t k) { return (k + 31) / 32 * 32; }
+
+template <class T>
+INLINE void widen_row(const T* from, const LinearTile& t, float* to) {
+  if constexpr (is_packed_row<T>) return unpack_row(from, padded(t.k), t.group, to);
+  else {
+    int64_t k = 0;
+    for (; k + W <= t.k; k += W) store(to + k, load(from + k));
+    if (k < t.k) store(to + k, load(from + k, (int)(t.k - k)), (int)(t.k - k));
+  }
+}
+
 // A step of ROWS rows: widened to float32 into `wide`, and multiplied.
 template <class T, int ROWS, int VECS>
 INLINE void step_many(const LinearTile& t, int first_row, float* wide) {
@@ -86,10 +99,9 @@ INLINE void step_many(const LinearTile& t, int first_row, float* wide) {
       rows[r] = (const float*)from;
       continue;
     }
-    rows[r] = wide + r * t.k;
-    int64_t k = 0;
-    for (; k + W <= t.k; k += W) store(wide + r * t.k + k, load(from + k));
-    if (k < t.k) store(wide + r * t.k + k, load(from + k, (int)(t.k - k)), (int)(t.k - k));
+    float* to = wide + r * padded(t.k);
+    rows[r] = to;
+    widen_row(from, t, to);
   }
   int64_t first = 0;
   do {  // once even where k is 0
@@ -215,8 +227,29 @@ static void few(const LinearTile& t) {
   for (int m = 0; m < t.num_tokens; m += FEW_TOKENS) few_of<T, FEW_TOKENS>(t, m);
 }
 
+// Packed rows, for one token as they are, for more of them widened W at a time.
+template <class T>
+static void few_packed(const LinearTile& t) {
+  float* wide = (float*)t.scratch;
+  if (t.num_tokens == 1) return one_token((const T* const*)t.rows, t.num_rows, (const float*)t.x, padded(t.k), t.group, wide, t.out);
+  const void* rows[W];
+  for (int first = 0; first < t.num_rows; first += W) {
+    LinearTile some = t;
+    some.rows = rows;
+    some.num_rows = t.num_rows - first < W ? t.num_rows - first : W;
+    some.out = t.out + first;
+    for (int r = 0; r < some.num_rows; r++) {
+      rows[r] = wide + r * padded(t.k);
+      widen_row((const T*)t.rows[first + r], t, wide + r * padded(t.k));
+    }
+    few<float>(some);
+  }
+}
+
 constexpr LinearKernels linear_table(int max_width) {
-  return {W, max_width, W / 2, false, pack, copy, {many<float>, many<bf16>, many<f16>}, {few<float>, few<bf16>, few<f16>}};
+  return {W, max_width, W / 2, false, pack, copy,
+          {many<float>, many<bf16>, many<f16>, many<q4>, many<q8>, many<e4m3>},
+          {few<float>, few<bf16>, few<f16>, few_packed<q4>, few_packed<q8>, few_packed<e4m3>}};
 }
 
 }  // namespace KERNEL_NAMESPACE

@@ -58,12 +58,10 @@ class LayerReader {
     return tensor->const_data_ptr();
   }
 
-  LinearPart linear(Slot weight, Slot bias, int64_t k, DType dtype) const {
+  LinearPart linear(Slot weight, Slot bias, int64_t k) const {
     const Tensor* tensor = get(weight);
     STD_TORCH_CHECK(tensor, "decoder_layers: a weight is missing");
-    STD_TORCH_CHECK(dtype_of(*tensor) == dtype, "decoder_layers: the linears of a layer must share a dtype");
-    STD_TORCH_CHECK(tensor->size(tensor->dim() - 1) == k, "decoder_layers: a weight does not fit its input");
-    return linear_part(*tensor, get(bias));
+    return linear_part(*tensor, get(bias), k);
   }
 
   const float* floats(Slot slot, int64_t size) const {
@@ -114,9 +112,6 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
   l.residual_multiplier = (float)floats();
   l.sin_sign = (float)floats();
 
-  const Tensor* any = reader.get(l.has_attention ? Q_WEIGHT : UP_WEIGHT);
-  STD_TORCH_CHECK(any, "decoder_layers: a weight is missing");
-  l.weight_dtype = dtype_of(*any);
   if (l.flow != ResidualFlow::block) {
     l.norm1 = reader.norm(NORM1_WEIGHT, NORM1_BIAS, hidden_size, bare_norms);
     l.norm2 = reader.norm(NORM2_WEIGHT, NORM2_BIAS, hidden_size, bare_norms);
@@ -128,10 +123,10 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
   if (l.has_attention) {
     STD_TORCH_CHECK(l.num_kv_heads > 0 && l.num_query_heads > 0 && l.num_query_heads % l.num_kv_heads == 0,
                     "decoder_layers: query heads must be a multiple of K/V heads");
-    l.q = reader.linear(Q_WEIGHT, Q_BIAS, hidden_size, l.weight_dtype);
-    l.k = reader.linear(K_WEIGHT, K_BIAS, hidden_size, l.weight_dtype);
-    l.v = reader.linear(V_WEIGHT, V_BIAS, hidden_size, l.weight_dtype);
-    l.o = reader.linear(O_WEIGHT, O_BIAS, l.num_query_heads * l.value_dim, l.weight_dtype);
+    l.q = reader.linear(Q_WEIGHT, Q_BIAS, hidden_size);
+    l.k = reader.linear(K_WEIGHT, K_BIAS, hidden_size);
+    l.v = reader.linear(V_WEIGHT, V_BIAS, hidden_size);
+    l.o = reader.linear(O_WEIGHT, O_BIAS, l.num_query_heads * l.value_dim);
     STD_TORCH_CHECK(l.q.num_rows == l.num_query_heads * l.key_dim && l.k.num_rows == l.num_kv_heads * l.key_dim &&
                         l.v.num_rows == l.num_kv_heads * l.value_dim,
                     "decoder_layers: q, k and v do not fit the heads");
@@ -146,9 +141,9 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
     l.alibi_slopes = reader.floats(ALIBI_SLOPES, l.num_query_heads);
   }
   if (l.has_mlp) {
-    if (l.gated) l.gate = reader.linear(GATE_WEIGHT, GATE_BIAS, hidden_size, l.weight_dtype);
-    l.up = reader.linear(UP_WEIGHT, UP_BIAS, hidden_size, l.weight_dtype);
-    l.down = reader.linear(DOWN_WEIGHT, DOWN_BIAS, l.up.num_rows, l.weight_dtype);
+    if (l.gated) l.gate = reader.linear(GATE_WEIGHT, GATE_BIAS, hidden_size);
+    l.up = reader.linear(UP_WEIGHT, UP_BIAS, hidden_size);
+    l.down = reader.linear(DOWN_WEIGHT, DOWN_BIAS, l.up.num_rows);
     STD_TORCH_CHECK(!l.gated || l.gate.num_rows == l.up.num_rows, "decoder_layers: gate and up must have equal rows");
   }
   return l;

@@ -16,15 +16,12 @@ Tensor linear_op(Tensor x, std::vector<Tensor> weights, std::vector<std::optiona
   a.x_dtype = a.y_dtype = dtype_of(x);
   a.num_tokens = x.size(0);
   a.k = x.size(1);
-  a.weight_dtype = dtype_of(weights[0]);
   a.num_parts = (int)weights.size();
   a.gated = gated;
   a.activation = (Activation)activation;
   int64_t num_columns = 0;
   for (size_t i = 0; i < weights.size(); i++) {
-    STD_TORCH_CHECK(weights[i].size(weights[i].dim() - 1) == a.k, "linear: weights must have x's k");
-    STD_TORCH_CHECK(dtype_of(weights[i]) == a.weight_dtype, "linear: weights must share a dtype");
-    a.parts[i] = linear_part(weights[i], biases[i].has_value() ? &*biases[i] : nullptr);
+    a.parts[i] = linear_part(weights[i], biases[i].has_value() ? &*biases[i] : nullptr, a.k);
     num_columns += a.parts[i].num_rows;
   }
   if (gated) {

@@ -1,0 +1,97 @@
+"""Linears whose weights are packed rows of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..kernels.cpu import linear as native
+from ..kernels.packed_rows import dequantized
+
+
+class PackedLinear(nn.Module):
+    """`x @ weight.T + bias` with a weight in packed rows (see `kernels/packed_rows.py`).
+
+    On the CPU the native operators read the rows as they lie; elsewhere, and where gradients of x are asked for, the
+    weight is dequantized at every call.
+
+    Args:
+        in_features (`int`):
+            Length of a row.
+        out_features (`int`):
+            Rows.
+        weight (`torch.Tensor`, *optional*):
+            `[out_features, bytes of a row]`; none: it comes later, as `set_rows` says.
+        bias (`torch.nn.Parameter`, *optional*):
+            `[out_features]`.
+    """
+
+    order: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight: torch.Tensor | None = None,
+        bias: nn.Parameter | None = None,
+    ):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.is_packed = False
+        self.register_buffer("order", None, persistent=False)
+        self.register_parameter("bias", bias)
+        if weight is not None:
+            self.set_rows(weight)
+
+    def set_rows(self, weight: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        """Sets the weight.
+
+        Args:
+            weight (`torch.Tensor`):
+                `[out_features, bytes of a row]`.
+            order (`torch.Tensor`, *optional*):
+                `[in_features]` int64: the input that each number of a row belongs to. None: their own order.
+        """
+        rows = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("weight", rows)
+        self.order = order
+        self.is_packed = True
+
+    def dequantize(self) -> torch.Tensor:
+        """Returns the weight, `[out_features, in_features]` float32."""
+        weight = dequantized(self.weight, self.in_features)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies.
+
+        Args:
+            x (`torch.Tensor`):
+                `[..., in_features]`.
+
+        Returns:
+            `torch.Tensor`: `[..., out_features]` in x's dtype.
+        """
+        needs_gradient = torch.is_grad_enabled() and x.requires_grad
+        is_native = self.is_packed and x.device.type == "cpu" and x.dtype in native.DTYPES and native.load()
+        if is_native and not needs_gradient:
+            return native.linear(x if self.order is None else x[..., self.order], self.weight, self.bias)
+        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), bias)
+
+    def extra_repr(self) -> str:
+        """Returns what `print(model)` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+        """Moves what it holds, and leaves its dtypes alone: rows and scales mean what they are."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        super()._apply(moved, recurse)
+        return self
