@@ -249,7 +249,8 @@ static void few_packed(const LinearTile& t) {
 constexpr LinearKernels linear_table(int max_width) {
   return {W, max_width, W / 2, false, pack, copy,
           {many<float>, many<bf16>, many<f16>, many<q4>, many<q8>, many<e4m3>},
-          {few<float>, few<bf16>, few<f16>, few_packed<q4>, few_packed<q8>, few_packed<e4m3>}};
+          {few<float>, few<bf16>, few<f16>, few_packed<q4>, few_packed<q8>, few_packed<e4m3>},
+          0};
 }
 
 }  // namespace KERNEL_NAMESPACE
