@@ -161,7 +161,9 @@ def test_damaged_pickles(folder, damage):
                 "flipped": held[:100] + b"\xff" * 50 + held[150:],
             }[damage]
         )
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin` is truncated or damaged, or holds more than tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model\.bin` is truncated or damaged, or holds more than tensors"
+    ):
         AutoPagedModelForCausalLM.from_pretrained(folder, use_safetensors=False)
 
 
