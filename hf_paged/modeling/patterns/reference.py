@@ -29,6 +29,20 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `x @ weight.T + bias`.
+
+    Args:
+        x (`torch.Tensor`):
+            `[..., in]`.
+        weight (`torch.Tensor`):
+            `[out, in]`, or packed rows (see `kernels/packed_rows.py`).
+        bias (`torch.Tensor`, *optional*):
+            `[out]`.
+    """
+    return (packed_linear if is_packed(weight) else torch.nn.functional.linear)(x, weight, bias)
+
+
 def normalized(
     x: torch.Tensor,
     kind: NormKind | int,
@@ -103,7 +117,7 @@ class _Layer:
         weight, bias = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"]
         assert weight is not None, "a linear has a weight"
         weight, bias = weight.reshape(-1, weight.shape[-1]), None if bias is None else bias.reshape(-1)
-        return (packed_linear if is_packed(weight) else torch.nn.functional.linear)(x, weight, bias)
+        return linear(x, weight, bias)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight, bias, shape = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"], self.shape
