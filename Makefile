@@ -55,7 +55,7 @@ test: setup
 test-all: setup $(OLDEST)/.done
 	$(PYTEST_ENV) $(BIN)/python $(PYTEST) -m "slow and not gpu" $(ARGS)
 	$(PYTEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu" $(OLDEST_TESTS)
-	$(BIN)/python -m benchmarks.gates
+	$(BIN)/python -m benchmarks.gates --sample-if-unchanged
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)
