@@ -138,20 +138,24 @@ class Call {
   void compute(const Item& item) const {
     static thread_local std::vector<float> kept;
     constexpr int64_t tile_size = MAX_WIDTH * COLUMNS, sums_size = MAX_WIDTH * (COLUMNS + 16);
-    float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + COLUMNS * padded_k);
-    float *sums = tile + 2 * tile_size, *rest = sums + 2 * sums_size;
+    const int64_t rows_size = COLUMNS * padded_k;
+    float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + 3 * rows_size);
+    float *sums = tile + 2 * tile_size, *wide = sums + 2 * sums_size, *rest = wide + 2 * rows_size;
     const int64_t read_at_once = block_bytes(a.k, kernels), written_at_once = block_bytes(num_columns, kernels);
-    const void* rows[2][COLUMNS];
+    const void *rows[2][COLUMNS], *wide_rows[2][COLUMNS];
     float bias[2][COLUMNS];
     LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
     LinearTile t{nullptr, item.num_columns, 0, a.k, 0, nullptr, few_stride, 0, nullptr, rest};
     int64_t strides[2];
+    bool is_wide[2];
     for (int i = 0; i < (a.gated ? 2 : 1); i++) {
       const LinearPart& part = a.parts[item.part + i];
       find_rows(part, item.row, item.num_columns, rows[i]);
       const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
       strides[i] = whole ? part.row_stride : 0;
       if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);
+      is_wide[i] = num_blocks > 1 && kernels.widen[(int)part.dtype];
+      if (is_wide[i]) widen(part, rows[i], item.num_columns, wide + i * rows_size, wide_rows[i]);
     }
     for (int64_t block = 0; block <= num_blocks; block++) {
       const bool few = block == num_blocks;
@@ -164,16 +168,24 @@ class Call {
       out.tile = few || !a.packed_y ? tile : sums;
       out.up_tile = few || !a.packed_y ? tile + tile_size : sums + sums_size;
       for (int i = 0; i < (a.gated ? 2 : 1); i++) {
-        t.rows = rows[i];
+        const bool use_wide = is_wide[i] && !few;
+        const DType dtype = use_wide ? DType::f32 : a.parts[item.part + i].dtype;
+        t.rows = use_wide ? wide_rows[i] : rows[i];
         t.row_stride = strides[i];
         t.group = a.parts[item.part + i].group;
         t.out = few ? tile + i * tile_size : sums + i * sums_size;
-        (few ? kernels.few : kernels.many)[(int)a.parts[item.part + i].dtype](t);
+        (few ? kernels.few : kernels.many)[(int)dtype](t);
         if (!few && !a.packed_y) epilogue.turn(t.out, t.num_rows, width, tile + i * tile_size);
       }
       if (few || !a.packed_y) epilogue.finish(a, out);
       else epilogue.pack(a, out, a.packed_y + block * written_at_once, width, kernels.pairs);
     }
+  }
+
+  // Widens the rows of an item once for all its blocks.
+  void widen(const LinearPart& part, const void* const* rows, int count, float* to, const void** wide_rows) const {
+    kernels.widen[(int)part.dtype]({rows, count, 0, a.k, part.group, nullptr, 0, 0, nullptr, to});
+    for (int row = 0; row < count; row++) wide_rows[row] = to + row * padded_k;
   }
 
   const float* biases(const LinearPart& part, const Item& item, float* out) const {

@@ -207,7 +207,7 @@ void few(const LinearTile& t) {
 }
 
 constexpr LinearKernels w8a8_table(int max_width) {
-  LinearKernels table{W, max_width, FEW_TOKENS, false, pack, copy, {}, {}, CODE_BYTES};
+  LinearKernels table{W, max_width, FEW_TOKENS, false, pack, copy, {}, {}, {}, CODE_BYTES};
   table.many[(int)DType::w8a8] = many;
   table.few[(int)DType::w8a8] = few;
   return table;
