@@ -118,8 +118,8 @@ def named_scheme(name_or_path: str | os.PathLike, quantization: str, kwargs: dic
         )
     if method is None and asked not in SCHEMES:
         raise ConfigurationError(
-            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is not quantized. Leave it out, "
-            f"or quantize it at load: {', '.join(map(repr, SCHEMES))}."
+            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is not quantized. Leave it "
+            f"out, or quantize it at load: {', '.join(map(repr, SCHEMES))}."
         )
     return asked if method is None else None
 
