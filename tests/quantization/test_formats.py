@@ -123,3 +123,34 @@ def test_format_means_what_it_says_generates_and_is_saved_bit_for_bit(case, tmp_
     assert json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"] == config
     again = AutoPagedModelForCausalLM.from_pretrained(tmp_path / "saved", paged_config=PagedConfig(num_blocks=32))
     assert torch.equal(again.generate(PROMPT, max_new_tokens=8, do_sample=False), right)
+
+
+EXPERTS = {
+    "gptq": (gptq_config(4, 32), packers.gptq(4, 32)),
+    "packed int4": (scheme("pack-quantized", num_bits=4, strategy="group", group_size=32), packers.packed(4, 32)),
+    "fp8": (
+        scheme("float-quantized", type="float", num_bits=8, strategy="channel"),
+        packers.float8("weight_scale", lambda out, inputs: (out, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_of_mixtures_are_quantized_one_by_one(case: str, family: str, tmp_path):
+    config, packer = EXPERTS[case]
+    dense = packers.write_checkpoint(tmp_path / "made", config, packer, family=family)
+    model, info = AutoPagedModelForCausalLM.from_pretrained(
+        tmp_path / "made", paged_config=PagedConfig(num_blocks=32), output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    experts = [module for name, module in model.named_modules() if name.endswith(("experts.0", "experts.3"))]
+    assert experts and all(isinstance(linear, QuantizedLinear) for expert in experts for linear in expert.children())
+    with torch.no_grad():
+        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < 1e-5
+    right = dense.float().generate(PROMPT, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=8, do_sample=False), right)
+    model.save_pretrained(tmp_path / "saved")
+    made, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "saved"))
+    assert made.keys() == saved.keys()
+    assert all(torch.equal(bytes_of(tensor), bytes_of(saved[name])) for name, tensor in made.items())
