@@ -174,8 +174,8 @@ def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping
         tensors = None if linear is None else _packed_tensors(name, linear, stored)
         if linear is None or tensors is None:
             raise CheckpointError(
-                f"The files hold no packed tensors of `{name}`, as they do of other experts: all experts of a layer are "
-                "quantized, or none is."
+                f"The files hold no packed tensors of `{name}`, as they do of other experts: all experts of a layer "
+                "are quantized, or none is."
             )
         linear.check(name, tensors, out_features, in_features)
         return QuantizedLinear(in_features, out_features, linear, tensors)
