@@ -158,6 +158,8 @@ def replace_experts(model: nn.Module, headers: Mapping[str, TensorInfo], make_li
 
 def _names_of(name: str, headers: Mapping[str, TensorInfo]) -> tuple[str, str, str] | None:
     """What the files call the projections, if they hold packed ones of the first expert."""
-    tensors = re.compile(rf"(?:^|\.){re.escape(name)}\.0\.(\w+)\.(?:qweight|weight_packed|weight_scale)$")
+    tensors = re.compile(
+        rf"(?:^|\.){re.escape(name)}\.0\.(\w+)\.(?:qweight|weight_packed|weight_scale|weight_scale_inv)$"
+    )
     found = {match[1] for match in map(tensors.search, headers) if match}
     return next((names for names in _NAMES if found and found <= set(names)), None)

@@ -70,6 +70,14 @@ CASES = {
         scheme("float-quantized", type="float", num_bits=8, strategy="block", block_structure=list(BLOCK)),
         packers.float8("weight_scale", lambda out, inputs: (-(-out // 32), -(-inputs // 32)), BLOCK),
     ),
+    "fp8, fine-grained": (
+        {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]},
+        packers.float8("weight_scale_inv", lambda out, inputs: (-(-out // 32), -(-inputs // 32)), BLOCK),
+    ),
+    "fp8, fine-grained, one scale": (
+        {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
+        packers.float8("weight_scale_inv", lambda out, inputs: ()),
+    ),
     "fp8 of fbgemm": (
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
         packers.float8("weight_scale", lambda out, inputs: (out, 1)),
@@ -128,6 +136,10 @@ def test_format_means_what_it_says_generates_and_is_saved_bit_for_bit(case, tmp_
 EXPERTS = {
     "gptq": (gptq_config(4, 32), packers.gptq(4, 32)),
     "packed int4": (scheme("pack-quantized", num_bits=4, strategy="group", group_size=32), packers.packed(4, 32)),
+    "fp8, fine-grained": (
+        {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head", "gate"]},
+        packers.float8("weight_scale_inv", lambda out, inputs: (-(-out // 32), -(-inputs // 32)), BLOCK),
+    ),
     "fp8": (
         scheme("float-quantized", type="float", num_bits=8, strategy="channel"),
         packers.float8("weight_scale", lambda out, inputs: (out, 1)),
