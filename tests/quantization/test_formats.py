@@ -102,6 +102,16 @@ def _rounds_inputs(config: dict) -> bool:
     return any("input_activations" in group and group["weights"].get("symmetric", True) for group in groups)
 
 
+def _round_inputs_too(dense: torch.nn.Module, model: torch.nn.Module, config: dict) -> None:
+    for name, module in dense.named_modules() if _rounds_inputs(config) else ():
+        if isinstance(model.get_submodule(name), QuantizedLinear):
+            module.register_forward_pre_hook(lambda module, args: (rounded_tokens(args[0].float()).to(args[0]),))
+
+
+def _limit(config: dict) -> float:
+    return 1e-3 if _rounds_inputs(config) else 1e-5  # rounding errors decide where a tie falls
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -114,13 +124,9 @@ def test_format_means_what_it_says_generates_and_is_saved_bit_for_bit(case, tmp_
         tmp_path / "made", paged_config=PagedConfig(num_blocks=32), output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    if _rounds_inputs(config):
-        for name, module in dense.named_modules():
-            if isinstance(model.get_submodule(name), QuantizedLinear):
-                module.register_forward_pre_hook(lambda module, args: (rounded_tokens(args[0].float()).to(args[0]),))
+    _round_inputs_too(dense, model, config)
     with torch.no_grad():
-        limit = 1e-3 if _rounds_inputs(config) else 1e-5  # rounding errors decide where a tie falls
-        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < limit
+        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < _limit(config)
     right = dense.float().generate(PROMPT, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(PROMPT, max_new_tokens=8, do_sample=False), right)
     model.save_pretrained(tmp_path / "saved")
@@ -166,3 +172,32 @@ def test_experts_of_mixtures_are_quantized_one_by_one(case: str, family: str, tm
     made, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "saved"))
     assert made.keys() == saved.keys()
     assert all(torch.equal(bytes_of(tensor), bytes_of(saved[name])) for name, tensor in made.items())
+
+
+@pytest.mark.parametrize("case", ["gptq, 4 bits", "fp8, one scale", "fp8, scale of shape ()", "int8, by channel"])
+def test_fused_projections_are_quantized_as_one_vllm_5915(case: str, tmp_path):
+    config, packer = CASES[case]
+    dense = packers.write_checkpoint(tmp_path, config, packer, family="phi3")
+    model = AutoPagedModelForCausalLM.from_pretrained(tmp_path, paged_config=PagedConfig(num_blocks=32))
+    _round_inputs_too(dense, model, config)
+    assert isinstance(model.model.layers[0].self_attn.qkv_proj, QuantizedLinear)
+    assert model.engine.plan.native.startswith("2 of 2 layers in 1 call")
+    with torch.no_grad():
+        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < _limit(config)
+
+
+def test_both_versions_of_gptq_mean_the_same_weights_vllm_26343(tmp_path):
+    config = gptq_config(4, 32)
+    first = packers.write_checkpoint(tmp_path / "1", config, packers.gptq(4, 32))
+    second = packers.write_checkpoint(
+        tmp_path / "2", {**config, "checkpoint_format": "gptq_v2"}, packers.gptq(4, 32, version=2)
+    )
+    stored = [load_file(tmp_path / version / "model.safetensors") for version in "12"]
+    name = "model.layers.0.mlp.up_proj"
+    assert not torch.equal(stored[0][f"{name}.qzeros"], stored[1][f"{name}.qzeros"])
+    models = [
+        AutoPagedModelForCausalLM.from_pretrained(tmp_path / v, paged_config=PagedConfig(num_blocks=32)) for v in "12"
+    ]
+    weights = [model.get_submodule(name).dequantize() for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(first.get_submodule(name).weight, second.get_submodule(name).weight)
