@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from ..kernels.cpu import linear as native
-from ..kernels.packed_rows import dequantized, packed_linear
+from ..kernels.packed_rows import Codes, dequantized, packed_linear
 
 
 class PackedLinear(nn.Module):
@@ -28,6 +29,8 @@ class PackedLinear(nn.Module):
             `[out_features]`.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     order: torch.Tensor | None
 
     def __init__(
@@ -93,3 +96,29 @@ class PackedLinear(nn.Module):
 
         super()._apply(moved, recurse)
         return self
+
+
+@contextlib.contextmanager
+def inputs_not_rounded(model: nn.Module) -> Iterator[None]:
+    """Keeps linears from rounding their inputs to int8 while the context lasts.
+
+    Where they do, two right ways to compute a layer differ by as much as rounding costs: a rounding error decides on
+    which side of a step an input falls. What a layer consists of is told apart without.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+    """
+    rounding = [
+        (module, module.weight)
+        for module in model.modules()
+        if isinstance(module, PackedLinear) and module.is_packed and module.weight.dtype == Codes.W8A8.tensor_dtype
+    ]
+    try:
+        for module, weight in rounding:
+            rows = weight.data.view(Codes.Q8.tensor_dtype)  # which are the same, and multiplied with x as it is
+            module._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
+        yield
+    finally:
+        for module, weight in rounding:
+            module._parameters["weight"] = weight

@@ -117,7 +117,7 @@ class PagedQuantizer(HfQuantizer):
             dense = nn.Linear(1, 1, bias=False, device="meta")
             dense.in_features, dense.out_features = module.in_features, module.out_features
             dense.weight = nn.Parameter(module.dequantize().to(dtype or torch.float32), requires_grad=False)
-            dense.register_parameter("bias", module.bias)
+            dense.bias = module.bias
             model.set_submodule(name, dense)
         return model
 
