@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read():
     refused("longer", lambda _, metadata: metadata.seq_lens.__setitem__(0, 99))
     refused("of 7 numbers", hidden=torch.randn(7, HIDDEN), cos=cos[:7], sin=sin[:7])
     refused("missing", replaced("v_weight", None))
-    refused("fit its input", replaced("down_weight", torch.randn(HIDDEN, INNER + 1)))
+    refused("weights must have x's k", replaced("down_weight", torch.randn(HIDDEN, INNER + 1)))
     refused("fit the heads", replaced("k_weight", torch.randn(31, HIDDEN)))
     refused("fit its input", replaced("norm1_weight", torch.randn(HIDDEN + 1)))
     refused("share a dtype", replaced("up_weight", torch.randn(INNER, HIDDEN).bfloat16()))
