@@ -369,7 +369,7 @@ def test_settings_must_be_a_paged_config(config, folder):
         ({"tensor_parallel_size": 2}, NotSupportedError, "`tensor_parallel_size` 2"),
         ({"tensor_parallel_size": 0}, ConfigurationError, "whole number from 1, got 0"),
         ({"tensor_parallel_size": True}, ConfigurationError, "got True"),
-        ({"quantize": "int8"}, NotSupportedError, "`quantize` 'int8'"),
+        ({"quantize": "int3"}, ConfigurationError, "`quantize` must be one of 'int8'"),
     ],
 )
 def test_reserved_arguments_are_refused_before_anything_is_read(argument, error, match):
