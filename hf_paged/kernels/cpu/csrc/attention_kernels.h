@@ -8,11 +8,11 @@ namespace KERNEL_NAMESPACE {
 namespace {
 
 void few_rows_by_dtype(const AttentionArgs& args, const AttentionItem& item, float* scratch) {
-  with_type(args.cache_dtype, [&](auto number) { few_rows<FloatMath<decltype(number)>>(args, item, scratch); });
+  with_cache_type(args.cache_dtype, [&](auto number) { few_rows<FloatMath<decltype(number)>>(args, item, scratch); });
 }
 
 void many_rows_by_dtype(const AttentionArgs& args, const AttentionItem& item, float* scratch) {
-  with_type(args.cache_dtype, [&](auto number) { many_rows<FloatMath<decltype(number)>>(args, item, scratch); });
+  with_cache_type(args.cache_dtype, [&](auto number) { many_rows<FloatMath<decltype(number)>>(args, item, scratch); });
 }
 
 int64_t scratch_size(const AttentionArgs& args) {
