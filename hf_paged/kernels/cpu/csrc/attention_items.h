@@ -68,10 +68,12 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels attention_avx2, attention_avx512, attention_avx512bf16, attention_amx;
+extern const AttentionKernels attention_codes_avx2, attention_codes_avx512;
 
 // The table for this machine and a cache of the given type.
 inline const AttentionKernels& attention_kernels(DType cache_dtype) {
   const Isa isa = current_isa();
+  if (is_quantized(cache_dtype)) return isa < Isa::avx512 ? attention_codes_avx2 : attention_codes_avx512;
   if (isa < Isa::avx512) return attention_avx2;
   if (cache_dtype != DType::bf16) return attention_avx512;
   if (isa == Isa::amx) return attention_amx;

@@ -185,7 +185,8 @@ static void rope_store(const RopeStoreArgs& args, int64_t begin, int64_t end) {
   Step store = nullptr, rotate = nullptr;
   void (*read)(const RopeStoreArgs&, int64_t, Angles&) = nullptr;
   with_type(args.dtype, [&](auto x) {
-    with_cache_type(args.cache_dtype, [&](auto c) { store = store_token<decltype(x), decltype(c)>; });
+    const auto store_as = [&](auto c) { store = store_token<decltype(x), decltype(c)>; };
+    is_quantized(args.cache_dtype) ? with_code_type(args.cache_dtype, store_as) : with_type(args.cache_dtype, store_as);
     with_type(args.out_dtype, [&](auto y) { rotate = rotate_token<decltype(x), decltype(y)>; });
   });
   with_type(args.cos_dtype, [&](auto t) { read = read_angles<decltype(t)>; });

@@ -11,13 +11,12 @@ INLINE void with_type(DType dtype, F f) {
   f(float{});
 }
 
-// The same for keys and values in blocks, which may be codes.
+// The same for the codes of quantized keys and values.
 template <class F>
-INLINE void with_cache_type(DType dtype, F f) {
-  if (dtype == DType::q8) return f(q8{});
+INLINE void with_code_type(DType dtype, F f) {
   if (dtype == DType::e4m3) return f(e4m3{});
   if (dtype == DType::e5m2) return f(e5m2{});
-  with_type(dtype, f);
+  f(q8{});
 }
 
 }  // namespace KERNEL_NAMESPACE
