@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..configuration import KV_CACHE_DTYPES, PagedConfig
 from ..errors import ConfigurationError, UnknownNameError
 from ..tools.bench import BENCHMARK_HELP
 from . import exits
@@ -50,6 +51,9 @@ def _make_command(name: str) -> Callable[..., None]:
         count: Annotated[int | None, typer.Option(min=1, help="Another number of requests.")] = None,
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
+        kv_cache_dtype: Annotated[
+            str, typer.Option(metavar="NAME", help=f"How K/V are stored: {', '.join(KV_CACHE_DTYPES)}.")
+        ] = "auto",
         plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
         picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
     ) -> None:
@@ -57,6 +61,7 @@ def _make_command(name: str) -> Callable[..., None]:
 
         # Before the measurement, and before torch is loaded for it.
         with _wrong_usage():
+            config = PagedConfig(attn_backend=attn_backend, kv_cache_dtype=kv_cache_dtype)
             choose_picture(name, picture)
             if plot is not None:
                 check_target(plot)
@@ -66,7 +71,6 @@ def _make_command(name: str) -> Callable[..., None]:
             from ..serving.preflight import check_model
 
             check_model(model)
-        from ..configuration import PagedConfig
         from ..tools.bench.report import log_console, output_console, write_json
         from ..tools.bench.session import BenchOptions, run_benchmark
         from .logs import quiet_transformers
@@ -79,7 +83,7 @@ def _make_command(name: str) -> Callable[..., None]:
             runs=runs,
             count=count,
             dtype=dtype,
-            config=PagedConfig(attn_backend=attn_backend),
+            config=config,
             log=lambda message: log.print(message, highlight=False, markup=False),
         )
         report = run_benchmark(name, options)

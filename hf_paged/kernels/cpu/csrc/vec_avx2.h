@@ -70,6 +70,9 @@ INLINE Vec load(const e4m3* p) {
   const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
   return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xbf80)));
 }
+INLINE Vec load(const e5m2* p) {
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p)));
+}
 INLINE void load_chunk(const q4* p, Vec out[32 / W]) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {

@@ -65,6 +65,10 @@ INLINE Vec load(const e4m3* p) {
   const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
   return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)));
 }
+// float8 e5m2 is the upper half of a float16.
+INLINE Vec load(const e5m2* p) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
+}
 // 32 numbers in 16 bytes: byte i holds number i in its low half and number i + 16 in its high one.
 INLINE void load_chunk(const q4* p, Vec out[32 / W]) {
   const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
