@@ -5,10 +5,12 @@ PYTHON ?= python3
 #   make TORCH='torch==2.13.0 --index-url URL' ...
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.17.*
-# What `make test-all` also runs with the oldest supported Transformers.
-OLDEST_TESTS ?= tests/modeling tests/cache tests/generation tests/tools tests/test_pipelines.py tests/test_auto.py \
-	tests/serving/test_chat.py tests/serving/test_rendering.py tests/serving/test_completions.py \
-	--ignore tests/generation/test_real_parity.py
+# What `make test-all` also runs with the oldest supported Transformers: what uses its classes and functions.
+OLDEST_TESTS ?= tests/modeling tests/cache tests/quantization tests/generation/sampling \
+	$(patsubst %,tests/generation/test_%.py,assisted beams continue coverage generate generate_batch hard_cases \
+	hf_sampling loop_call native_step parity parity_matrix peft session) \
+	tests/test_pipelines.py tests/test_auto.py tests/tools/test_baselines.py tests/tools/test_packaged_model.py \
+	tests/serving/test_chat.py tests/serving/test_rendering.py tests/serving/test_completions.py
 # A checkout of the installed Transformers' source, for `make upstream`.
 TRANSFORMERS_SRC ?=
 ARGS ?=
@@ -55,7 +57,7 @@ test: setup
 test-all: setup $(OLDEST)/.done
 	$(PYTEST_ENV) $(BIN)/python $(PYTEST) -m "slow and not gpu" $(ARGS)
 	$(PYTEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu" $(OLDEST_TESTS)
-	$(BIN)/python -m benchmarks.gates
+	$(BIN)/python -m benchmarks.gates --sample-if-unchanged
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)

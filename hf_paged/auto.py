@@ -59,7 +59,7 @@ class AutoPagedModelForCausalLM:
             tensor_parallel_size (`int`, *optional*):
                 Reserved; only 1 is accepted so far.
             quantize (`str`, *optional*):
-                Quantizes a dense checkpoint after it is loaded: `"int8"`, `"int4"` or `"fp8"`.
+                Quantizes a dense checkpoint after it is loaded: `"int8"`, `"int4"`, `"fp8"` or `"w8a8"`.
             kwargs (`Any`):
                 Whatever `AutoModelForCausalLM.from_pretrained` takes (`dtype`, `revision`, `token`, `cache_dir`,
                 `gguf_file`, `quantization_config`, `device_map`, `trust_remote_code`, ...). Weights are read from

@@ -12,11 +12,18 @@ import torch
 
 from .auto import AutoPagedModelForCausalLM, check_dtype, refuse_reserved
 from .configuration import PagedConfig
-from .errors import InvalidEmbedsError, InvalidRequestError, NotSupportedError, UnsupportedModelError
+from .errors import (
+    ConfigurationError,
+    InvalidEmbedsError,
+    InvalidRequestError,
+    NotSupportedError,
+    UnsupportedModelError,
+)
 from .generation.outputs import RequestOutput
 from .generation.progress import progress
 from .generation.request import HiddenStatesWanted, RequestExtras
 from .generation.sampling.params import SamplingParams
+from .quantization.loading import named_scheme
 from .vllm_names import refuse_misspelled, take_vllm_names
 
 _UNBUILT_PROMPT_KEYS = ("multi_modal_data", "mm_processor_kwargs")
@@ -41,7 +48,8 @@ class LLM:
         revision (`str`, *optional*):
             Branch, tag or commit on the Hub.
         quantization (`str`, *optional*):
-            Reserved.
+            How the checkpoint is quantized, which it also says itself; or, for a dense one, how it is to be once it is
+            loaded: `"int8"`, `"int4"`, `"fp8"` or `"w8a8"`.
         paged_config (`PagedConfig`, *optional*):
             All engine settings at once, instead of the single ones.
         kwargs (`Any`):
@@ -81,20 +89,22 @@ class LLM:
         _take_device(kwargs, isinstance(model, (str, os.PathLike)))
         refuse_misspelled(kwargs, LLM.__init__)
         check_dtype(dtype)
-        if quantization is not None:
-            raise NotSupportedError(
-                f"`quantization` {quantization!r} is not built yet; leave it out. A checkpoint that is quantized says "
-                "so itself."
-            )
         if isinstance(model, (str, os.PathLike)):
             load = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
             load = {name: value for name, value in load.items() if value is not None}
+            if quantization is not None:
+                load["quantize"] = named_scheme(model, quantization, load)
             self.model = AutoPagedModelForCausalLM.from_pretrained(
                 model, paged_config=config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, **load
             )
             self.tokenizer = load_tokenizer(model if tokenizer is None else tokenizer, load)
         else:
             refuse_reserved(tensor_parallel_size)
+            if quantization is not None:
+                raise ConfigurationError(
+                    f"`quantization` {quantization!r} is for models that are loaded by their names, and this one is in "
+                    "memory: leave it out."
+                )
             self.model = _page(model, config, dtype, kwargs)
             self.tokenizer = load_tokenizer(model.name_or_path if tokenizer is None else tokenizer, {})
         if self.model._paged_refusal is not None:

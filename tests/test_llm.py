@@ -470,7 +470,7 @@ def test_reserved_arguments_are_refused(llm, model):
         run(llm, PROMPTS, lora_request=object())
     with pytest.raises(NotSupportedError, match="`lora_request`"):
         llm.chat(CHAT, GREEDY, False, lora_request=object())
-    with pytest.raises(NotSupportedError, match="`quantization` 'awq'"):
+    with pytest.raises(ConfigurationError, match="`quantization` 'awq' is for models that are loaded by their names"):
         LLM(model, tokenizer=TOKENIZER, quantization="awq")
     with pytest.raises(NotSupportedError, match="`tensor_parallel_size` 2"):
         LLM(model, tokenizer=TOKENIZER, tensor_parallel_size=2)

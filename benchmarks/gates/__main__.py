@@ -38,12 +38,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("--record", action="store_true", help="write the new baseline, and figures.md")
     parser.add_argument("--sample", action="store_true", help="some configurations of each kernel")
+    parser.add_argument(
+        "--sample-if-unchanged", action="store_true", help="--sample, if no kernel has changed since the baseline"
+    )
     parser.add_argument("--only", help="kernels and configurations whose name contains this")
     parser.add_argument("--targets", default=",".join(ARCHITECTURES), help="architectures, with commas between")
     parser.add_argument("--versions", default=",".join(VERSIONS), help="of Triton, with commas between")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, default=FOLDER / "gates.json", help="where all figures go")
     arguments = parser.parse_args(words)
+    arguments.sample |= arguments.sample_if_unchanged and baseline.is_of_these_sources()
     for given, known in ((arguments.targets, ARCHITECTURES), (arguments.versions, VERSIONS)):
         unknown = set(given.split(",")) - set(known)
         if unknown:
@@ -77,6 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
         baseline.record(rows, keep=is_partial(arguments))
         if not is_partial(arguments):
             write_figures(rows)
+            baseline.record_sources()
     counts = baseline.read()
     for row in rows:
         row["violations"] = list(violations(row, baseline.recorded(counts, row)))

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("baseline.json")
+SOURCES_PATH = Path(__file__).with_name("sources.sha256")  # of the kernels that were compiled for the baseline
+KERNELS = Path(__file__).parents[2] / "hf_paged" / "kernels" / "triton"
 Counts = dict[str, dict[str, dict[str, int]]]
 
 
@@ -68,3 +71,37 @@ def versions_of(counts: Counts) -> set[str]:
             From `read`.
     """
     return {version for versions in counts.values() for version in versions}
+
+
+def sources_digest(folder: Path = KERNELS) -> str:
+    """Returns the SHA-256 of the kernels' sources, names and all.
+
+    Args:
+        folder (`Path`, *optional*):
+            Where they are.
+    """
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def is_of_these_sources(path: Path = SOURCES_PATH) -> bool:
+    """Returns whether the baseline is that of the kernels as they are now.
+
+    Args:
+        path (`Path`, *optional*):
+            Where the digest of the baseline's sources is.
+    """
+    return path.exists() and path.read_text(encoding="utf-8").strip() == sources_digest()
+
+
+def record_sources(path: Path = SOURCES_PATH) -> None:
+    """Writes of which sources the baseline is.
+
+    Args:
+        path (`Path`, *optional*):
+            Where to.
+    """
+    path.write_text(sources_digest() + "\n", encoding="utf-8")

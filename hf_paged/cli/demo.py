@@ -9,7 +9,7 @@ import typer
 
 from .examples import examples
 
-EXAMPLES = examples("hf-paged demo --print-model-path", "hf-paged demo --json figures.json")
+EXAMPLES = examples("hf-paged demo --print-model-path")
 
 
 def demo(

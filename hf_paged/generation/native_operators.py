@@ -68,7 +68,7 @@ class Operators:
     joins_linears: bool = False
 
 
-REFERENCE = Operators("reference", reference.decoder_layers, torch.nn.functional.linear, reference.normalized)
+REFERENCE = Operators("reference", reference.decoder_layers, reference.linear, reference.normalized)
 
 
 def native_operators() -> Operators | None:

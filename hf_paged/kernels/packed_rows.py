@@ -6,6 +6,7 @@
 
     Q4        uint8            32 numbers in 16 bytes: byte i holds number i in its low half, number i + 16 in its high
     Q8        uint8            a signed byte each
+    W8A8      int16            a signed byte each, one group; x is quantized too, token by token, and then multiplied
     E4M3      int8             a float8 each; the zero is 0. No float8 tensor: parameters of floating point decide a
                                model's dtype, and are converted with it
 
@@ -31,6 +32,7 @@ class Codes(enum.Enum):
     Q4 = 4
     Q8 = 8
     E4M3 = 9
+    W8A8 = 10
 
     @property
     def bits(self) -> int:
@@ -40,7 +42,7 @@ class Codes(enum.Enum):
     @property
     def tensor_dtype(self) -> torch.dtype:
         """Returns the dtype of packed rows."""
-        return torch.int8 if self is Codes.E4M3 else torch.uint8
+        return {Codes.E4M3: torch.int8, Codes.W8A8: torch.int16}.get(self, torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +51,11 @@ class Numbers:
 
     Args:
         codes (`torch.Tensor`):
-            `[rows, k]`: uint8 below 16 (Q4), int8 (Q8) or float8_e4m3fn (E4M3).
+            `[rows, k]`: uint8 below 16 (Q4), int8 (Q8, W8A8) or float8_e4m3fn (E4M3).
         scale (`torch.Tensor`):
             `[rows, groups]` float32.
         zero (`torch.Tensor`):
-            `[rows, groups]` float32, in units of the codes; 0 for E4M3.
+            `[rows, groups]` float32, in units of the codes; 0 for E4M3 and W8A8.
         kind (`Codes`):
             What the codes are.
     """
@@ -83,7 +85,7 @@ def is_packed(weight: torch.Tensor) -> bool:
         weight (`torch.Tensor`):
             Any tensor.
     """
-    return weight.dtype in (torch.uint8, torch.int8)
+    return weight.dtype in (torch.uint8, torch.int8, torch.int16)
 
 
 def pack_rows(numbers: Numbers) -> torch.Tensor:
@@ -134,7 +136,7 @@ def unpack_rows(packed: torch.Tensor, in_features: int) -> Numbers:
         chunks = codes.unflatten(-1, (-1, CHUNK // 2))
         codes = torch.stack([chunks & 15, chunks >> 4], dim=-2)
     codes = codes.reshape(len(packed), padded)[:, :in_features].contiguous()
-    codes = codes.view({Codes.Q4: torch.uint8, Codes.Q8: torch.int8, Codes.E4M3: torch.float8_e4m3fn}[kind])
+    codes = codes.view({Codes.Q4: torch.uint8, Codes.E4M3: torch.float8_e4m3fn}.get(kind, torch.int8))
     return Numbers(codes, scale.contiguous(), zero.contiguous(), kind)
 
 
@@ -150,8 +152,9 @@ def format_of(packed: torch.Tensor, in_features: int) -> tuple[Codes, int]:
     Raises:
         ValueError: If a row of so many bytes cannot hold so many numbers.
     """
-    size, padded = packed.shape[-1], -(-in_features // CHUNK) * CHUNK
-    kind = Codes.E4M3 if packed.dtype == torch.int8 else Codes.Q8 if size > padded else Codes.Q4
+    size, padded = packed.shape[-1] * packed.element_size(), -(-in_features // CHUNK) * CHUNK
+    by_size = Codes.Q8 if size > padded else Codes.Q4
+    kind = {torch.int8: Codes.E4M3, torch.int16: Codes.W8A8}.get(packed.dtype, by_size)
     rest = size - padded * kind.bits // 8
     if rest <= 0 or rest % HEAD or not can_pack(in_features, rest // HEAD):
         raise ValueError(f"Packed rows of {size} bytes cannot hold {in_features} numbers each.")
@@ -172,3 +175,41 @@ def dequantized(packed: torch.Tensor, in_features: int) -> torch.Tensor:
     weight = numbers.codes.float().view(len(packed), num_groups, -1)
     weight.sub_(numbers.zero[..., None]).mul_(numbers.scale[..., None])
     return weight.view(len(packed), in_features)
+
+
+def rounded_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Returns activations as W8A8 multiplies them: a token's largest absolute number is 127.
+
+    Args:
+        x (`torch.Tensor`):
+            `[..., in_features]`.
+
+    Returns:
+        `torch.Tensor`: The same in x's dtype, float32 at least.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale == 0, x, (x / scale).round() * scale)
+
+
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiplies with packed rows in plain torch: what native operators are tested against, and used without them.
+
+    Args:
+        x (`torch.Tensor`):
+            `[..., in_features]`.
+        weight (`torch.Tensor`):
+            `[out_features, bytes of a row]`.
+        bias (`torch.Tensor`, *optional*):
+            `[out_features]`.
+
+    Returns:
+        `torch.Tensor`: `[..., out_features]` in x's dtype.
+    """
+    dense = dequantized(weight, x.shape[-1])
+    bias = None if bias is None else bias.to(x.dtype)
+    if format_of(weight, x.shape[-1])[0] is not Codes.W8A8:
+        return torch.nn.functional.linear(x, dense.to(x.dtype), bias)
+    rounded = rounded_tokens(x)
+    product = torch.nn.functional.linear(rounded, dense.to(rounded.dtype)).to(x.dtype)
+    return product if bias is None else product + bias

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..kernels.cpu import linear as native
-from ..kernels.packed_rows import dequantized
+from ..kernels.packed_rows import dequantized, packed_linear
 
 
 class PackedLinear(nn.Module):
@@ -75,12 +75,10 @@ class PackedLinear(nn.Module):
         Returns:
             `torch.Tensor`: `[..., out_features]` in x's dtype.
         """
+        x = x if self.order is None else x[..., self.order]
         needs_gradient = torch.is_grad_enabled() and x.requires_grad
-        is_native = self.is_packed and x.device.type == "cpu" and x.dtype in native.DTYPES and native.load()
-        if is_native and not needs_gradient:
-            return native.linear(x if self.order is None else x[..., self.order], self.weight, self.bias)
-        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, self.dequantize().to(x.dtype), bias)
+        is_native = x.device.type == "cpu" and x.dtype in native.DTYPES and not needs_gradient and native.load()
+        return (native.linear if is_native else packed_linear)(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Returns what `print(model)` shows."""

@@ -45,6 +45,8 @@ class QuantizedWeight:
             Inputs of a group where these are neighbours; the last group may be smaller. None: one group.
         bits (`int`, defaults to 8):
             Those of the codes that are in use.
+        rounds_inputs (`bool`, defaults to `False`):
+            Whether inputs are to be rounded to int8, token by token.
     """
 
     codes: torch.Tensor
@@ -53,6 +55,7 @@ class QuantizedWeight:
     group: torch.Tensor | None = None
     group_size: int | None = None
     bits: int = 8
+    rounds_inputs: bool = False
 
     def groups(self) -> torch.Tensor:
         """Returns the group of each input, `[in_features]` int64."""

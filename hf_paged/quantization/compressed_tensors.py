@@ -9,8 +9,9 @@
     float-quantized    weight [out, in] float8_e4m3fn,  weight_scale as above, or [out / rows, in / columns] of blocks
     naive-quantized    either of the two
 
-Activations that a checkpoint would have quantized on the fly are kept as they are: that is never less exact. Source:
-the format documentation of the compressed-tensors library.
+Where a checkpoint asks for it, the inputs of int8 linears are rounded to int8 too, each token by its largest number, if
+these are symmetric and scaled on the fly. Other activations are kept as they are: that is never less exact. Source: the
+format documentation of the compressed-tensors library.
 """
 
 from __future__ import annotations
@@ -175,6 +176,17 @@ def _names(pattern: str, module: str) -> bool:
     return module == pattern or module.endswith(f".{pattern}")
 
 
+def _rounds_inputs(group: Mapping[str, Any]) -> bool:
+    inputs = group.get("input_activations")
+    return (
+        isinstance(inputs, Mapping)
+        and (inputs.get("type", "int"), inputs.get("num_bits")) == ("int", 8)
+        and inputs.get("strategy") == "token"
+        and bool(inputs.get("dynamic"))
+        and bool(inputs.get("symmetric", True))
+    )
+
+
 def _linear_format(name: str, group: Mapping[str, Any], layout: str | None) -> LinearFormat:
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
@@ -191,7 +203,7 @@ def _linear_format(name: str, group: Mapping[str, Any], layout: str | None) -> L
         return PackedLinear(bits, size if size and strategy == "group" else -1, strategy == "tensor", symmetric)
     plain = layout in ("int-quantized", "float-quantized", "naive-quantized")
     if kind == "int" and plain and bits == 8 and strategy in ("tensor", "channel"):
-        return ScaledLinear("compressed-tensors, int8", (torch.int8,))
+        return ScaledLinear("compressed-tensors, int8", (torch.int8,), rounds_inputs=_rounds_inputs(group))
     if kind == "float" and plain and bits == 8 and strategy in ("tensor", "channel", "block"):
         block = weights.get("block_structure") if strategy == "block" else None
         if strategy == "block" and (not isinstance(block, (list, tuple)) or len(block) != 2):

@@ -79,6 +79,21 @@ class QuantizedLinear(PackedLinear):
             return self.format.read(self.tensors(), self.out_features, self.in_features).dequantize()
         return super().dequantize()
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies.
+
+        Args:
+            x (`torch.Tensor`):
+                `[..., in_features]`.
+
+        Returns:
+            `torch.Tensor`: `[..., out_features]` in x's dtype.
+        """
+        if self.is_packed:
+            return super().forward(x)
+        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), bias)
+
     def extra_repr(self) -> str:
         """Returns what `print(model)` shows."""
         return f"{super().extra_repr()}, {self.format}"
@@ -101,10 +116,18 @@ class QuantizedLinear(PackedLinear):
             destination[prefix + self.format.codes_name] = self.tensors()[self.format.codes_name]
 
 
+def _kind_of(weight: QuantizedWeight) -> Codes | None:
+    if weight.codes.dtype == torch.uint8:
+        return Codes.Q4 if weight.bits <= 4 else Codes.Q8
+    if weight.codes.dtype == torch.int8:
+        is_plain = weight.zero is None and weight.scale.shape[1] == 1
+        return Codes.W8A8 if weight.rounds_inputs and is_plain else Codes.Q8
+    return Codes.E4M3 if weight.codes.dtype == torch.float8_e4m3fn else None
+
+
 def _packed(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Packed rows, and in which order their inputs stand; `None` if that cannot be."""
-    kind = {torch.uint8: Codes.Q4 if weight.bits <= 4 else Codes.Q8, torch.int8: Codes.Q8,
-            torch.float8_e4m3fn: Codes.E4M3}.get(weight.codes.dtype)  # fmt: skip
+    kind = _kind_of(weight)
     out_features, in_features = weight.codes.shape
     num_groups = weight.scale.shape[1]
     if kind is None or weight.codes.device.type != "cpu" or not can_pack(in_features, num_groups):

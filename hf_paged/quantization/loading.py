@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..errors import NotSupportedError
+from ..errors import ConfigurationError, NotSupportedError
 from .base import FORMATS
 
 # What Transformers loads by itself: dense, or into modules of another package that it asks for.
@@ -81,6 +81,47 @@ def take_over(name_or_path: str | os.PathLike, kwargs: dict[str, Any]) -> dict[s
     if original is None:
         return kwargs
     return {**kwargs, "config": _stand_in(config, original)}
+
+
+def named_scheme(name_or_path: str | os.PathLike, quantization: str, kwargs: dict[str, Any]) -> str | None:
+    """Returns what vLLM's `quantization` means for a checkpoint: how it is quantized, or how it is to be.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`):
+            Name on the Hub, or a folder.
+        quantization (`str`):
+            A method (`"gptq"`, `"awq_marlin"`, ...), or one of `on_load.SCHEMES`.
+        kwargs (`Any`):
+            For `AutoModelForCausalLM.from_pretrained`.
+
+    Returns:
+        `str` or `None`: The value for `quantize`; none where the checkpoint is quantized like that already.
+
+    Raises:
+        ConfigurationError: If the checkpoint is quantized otherwise, or dense and there is no such scheme.
+    """
+    from transformers import PreTrainedConfig
+
+    from .on_load import SCHEMES
+
+    method = "gguf" if kwargs.get("gguf_file") is not None else None
+    if method is None:
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        values, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub)
+        own = values.get("quantization_config") or _nested(values.get("text_config") or {}) or {}
+        method = str(own.get("quant_method") or ("bitsandbytes" if own else "")) or None
+    asked = quantization.lower().removesuffix("_marlin").replace("_", "-")
+    if method is not None and method.replace("_", "-") != asked:
+        raise ConfigurationError(
+            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is quantized by {method!r}: "
+            "leave it out, a checkpoint says so itself."
+        )
+    if method is None and asked not in SCHEMES:
+        raise ConfigurationError(
+            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is not quantized. Leave it out, "
+            f"or quantize it at load: {', '.join(map(repr, SCHEMES))}."
+        )
+    return asked if method is None else None
 
 
 def _original_of(config: Any) -> dict[str, Any] | None:

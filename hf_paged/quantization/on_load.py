@@ -3,6 +3,7 @@
     int8    integers of 8 bits, a scale a row
     int4    integers of 4 bits, a scale and a zero point for each 128 or 64 inputs
     fp8     float8 e4m3, a scale a row
+    w8a8    as int8; the inputs of linears are rounded to 8 bits too, each token by its largest number
 
 Linears of decoder layers become `QuantizedLinear`s of the compressed-tensors format, so that the model is saved as a
 checkpoint that others load too. Embeddings that are tied to the head are kept once, in 8 bits a number; both are saved
@@ -29,7 +30,7 @@ from .rounding import Rounding, round_to_float8, round_to_nearest
 
 logger = logging.getLogger(__name__)
 
-SCHEMES = ("int8", "int4", "fp8")
+SCHEMES = ("int8", "int4", "fp8", "w8a8")
 GROUP_SIZES = (128, 64, 32)  # of int4, the first that divides a row; else one for the whole row
 
 
@@ -133,6 +134,13 @@ def _scheme(scheme: str, size: int, dense: list[str]) -> tuple[dict[str, Any], C
             return {"weight": codes, "weight_scale": scale.to(weight.dtype)}
 
         return plain_config("float", dense), write_float8
+    if scheme == "w8a8":
+
+        def write_int8(weight: torch.Tensor) -> Tensors:
+            codes, scale, _ = round_to_nearest(weight, Rounding(8, -1, True), weight.dtype)
+            return {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale.to(weight.dtype)}
+
+        return plain_config("int", dense, activations=True), write_int8
     rounding = Rounding(8, -1, True) if scheme == "int8" else Rounding(4, size, False)
 
     def write(weight: torch.Tensor) -> Tensors:

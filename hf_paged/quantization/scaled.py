@@ -32,6 +32,8 @@ class ScaledLinear(LinearFormat):
             The tensor with the scales.
         block (`tuple[int, int]`, *optional*):
             Rows and columns that share a scale, if neither all nor rows do.
+        rounds_inputs (`bool`, defaults to `False`):
+            Whether inputs are rounded to int8, token by token.
     """
 
     codes_name = "weight"
@@ -41,6 +43,7 @@ class ScaledLinear(LinearFormat):
     dtypes: tuple[torch.dtype, ...]
     scale_name: str = "weight_scale"
     block: tuple[int, int] | None = None
+    rounds_inputs: bool = False
 
     @property
     def required(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -70,7 +73,8 @@ class ScaledLinear(LinearFormat):
         else:
             scale, size = scale.repeat_interleave(self.block[0], 0)[:out_features], self.block[1]
         zero = tensors.get("weight_zero_point")
-        return QuantizedWeight(tensors["weight"], scale, None if zero is None else zero.reshape(-1, 1), group_size=size)
+        zero = None if zero is None else zero.reshape(-1, 1)
+        return QuantizedWeight(tensors["weight"], scale, zero, group_size=size, rounds_inputs=self.rounds_inputs)
 
     def write_codes(self, codes: torch.Tensor) -> torch.Tensor:
         return codes

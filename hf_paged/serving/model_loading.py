@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig
 
-from ..errors import UnknownNameError
+from ..errors import ConfigurationError, UnknownNameError
 from ..kernels.selection import BACKENDS
 from ..llm import LLM, load_tokenizer
 from ..modeling.layer_groups import context_limit
+from ..quantization.loading import named_scheme
 from .command_line import UsageError
 from .preflight import SAMPLING_DEFAULTS, check_flags, check_model, load_chat_template
 from .settings import ServerSettings
@@ -55,6 +56,8 @@ def load_llm(settings: ServerSettings, prepare: Callable[[Any], None] | None = N
         "revision": settings.revision,
         **({"gguf_file": where.name} if is_gguf else {}),
     }
+    if settings.quantization is not None:
+        _check_quantization(path, settings.quantization, load)
     if settings.max_model_len is not None and not is_gguf:
         _check_context(settings, _early(AutoConfig.from_pretrained, path, **load))
     prepare = prepare or (lambda tokenizer: set_chat_template(tokenizer, settings))
@@ -67,6 +70,7 @@ def load_llm(settings: ServerSettings, prepare: Callable[[Any], None] | None = N
         dtype=_DTYPES.get(settings.dtype, settings.dtype),
         paged_config=settings.paged_config(),
         device=settings.device,
+        quantization=settings.quantization,
         **load,
     )
     _check_context(settings, llm.model.config)
@@ -104,6 +108,15 @@ def _early(read: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
     except Exception:
         logger.debug("%s is left for later", read.__qualname__, exc_info=True)
         return None
+
+
+def _check_quantization(path: str, quantization: str, load: dict[str, Any]) -> None:
+    try:
+        named_scheme(path, quantization, load)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
+    except OSError:
+        pass  # loading the model says best what is wrong
 
 
 def _check_context(settings: ServerSettings, config: Any) -> None:

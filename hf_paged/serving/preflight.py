@@ -33,11 +33,6 @@ def check_flags(settings: ServerSettings) -> None:
             f"`--tensor-parallel-size` {settings.tensor_parallel_size} is not built yet; the engine runs on one "
             "device: leave it out."
         )
-    if settings.quantization is not None:
-        raise UsageError(
-            f"`--quantization` {settings.quantization!r} is not built yet; leave it out. A checkpoint that is "
-            "quantized says so itself."
-        )
     _check_sampling_defaults(settings.override_generation_config or {})
     _check_parsers(settings)
     if settings.chat_template is not None:

@@ -53,7 +53,8 @@ class ServerSettings:
         device (`str`, defaults to `"auto"`):
             Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         quantization (`str`, *optional*):
-            Not built yet. A checkpoint that is quantized says so itself, and needs no flag.
+            Quantizes a dense checkpoint once it is loaded: `int8`, `int4`, `fp8` or `w8a8`. A checkpoint that is
+            quantized says so itself, and needs no flag.
         trust_remote_code (`bool`, defaults to `False`):
             Run model code that comes with the checkpoint.
         seed (`int`, *optional*):

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_paged import AutoPagedModelForCausalLM, PagedConfig
+from hf_paged.kernels.packed_rows import rounded_tokens
+from hf_paged.quantization.linear import QuantizedLinear
 from tests.quantization import packers
 
 BLOCK = (32, 32)
@@ -87,6 +89,11 @@ def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
     return float((logits.double() - right).abs().max() / right.abs().max())
 
 
+def _rounds_inputs(config: dict) -> bool:
+    groups = config.get("config_groups", {}).values()
+    return any("input_activations" in group and group["weights"].get("symmetric", True) for group in groups)
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -99,8 +106,13 @@ def test_format_means_what_it_says_generates_and_is_saved_bit_for_bit(case, tmp_
         tmp_path / "made", paged_config=PagedConfig(num_blocks=32), output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    if _rounds_inputs(config):
+        for name, module in dense.named_modules():
+            if isinstance(model.get_submodule(name), QuantizedLinear):
+                module.register_forward_pre_hook(lambda module, args: (rounded_tokens(args[0].float()).to(args[0]),))
     with torch.no_grad():
-        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < 1e-5
+        limit = 1e-3 if _rounds_inputs(config) else 1e-5  # rounding errors decide where a tie falls
+        assert relative_error(model(PROMPT).logits, dense(PROMPT).logits) < limit
     right = dense.float().generate(PROMPT, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(PROMPT, max_new_tokens=8, do_sample=False), right)
     model.save_pretrained(tmp_path / "saved")

@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_refused_at_start_in_one_line(tiny_checkpoint, fl
     ("flags", "message"),
     [
         (["--tensor-parallel-size", "2"], "`--tensor-parallel-size` 2 is not built yet"),
-        (["--quantization", "awq"], "`--quantization` 'awq' is not built yet; leave it out"),
+        (["--quantization", "awq"], "`quantization` 'awq' does not fit"),
         (["--dtype", "float17"], "`--dtype` must be one of auto, half"),
         (["--device", "cuda:99"], "`--device` 'cuda:99' is not there: torch"),
         (["--device", "gpu"], "`--device` 'gpu' is no device of torch"),

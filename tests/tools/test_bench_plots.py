@@ -18,6 +18,7 @@ from hf_paged.cli import exits, main
 from hf_paged.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 from hf_paged.generation.stats import EngineStats
 from hf_paged.tools.bench import comparison, concurrency, kernels, memory, plots, serve, start, step
+from hf_paged.tools.bench.baseline_process import NoAnswerError
 from hf_paged.tools.bench.baselines import BaselineResult
 from hf_paged.tools.bench.engine_run import EngineRun
 from hf_paged.tools.bench.kernel_cases import Case
@@ -27,6 +28,7 @@ from hf_paged.tools.bench.serve_records import RequestRecord
 from hf_paged.tools.bench.serve_settings import parse_settings
 from hf_paged.tools.bench.serve_statistics import summarize
 from hf_paged.tools.bench.session import BenchOptions, BenchSession, run_benchmark
+from hf_paged.tools.bench.systems import METHOD_TITLES
 from hf_paged.tools.bench.workloads import TextTokens, Workload
 
 MIB = 2**20
@@ -93,7 +95,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(BenchSession, "bandwidth", lambda self: 30e9)
     for module in (comparison, concurrency):
         monkeypatch.setattr(module, "measure_ours", fake_ours)
-        monkeypatch.setattr(module, "measure_stock", fake_stock)
+    monkeypatch.setattr(comparison, "measure_stock", fake_stock)
     monkeypatch.setattr(comparison, "RunWatch", FakeWatch)
     monkeypatch.setattr(memory, "measure_served", lambda session: SERVED)
     parts = {f"{part}_seconds": 0.001 for part in step.PARTS} | {"model_seconds": 0.06, "tokens_stored": 9000.0}
@@ -247,6 +249,25 @@ def test_concurrency_has_a_line_for_each_system_over_the_number_of_requests():
     assert line_named(axis, "Transformers, generate_batch").get_ydata()[-1] == pytest.approx(75)
     assert axis.get_xlabel() == "requests at a time" and axis.get_ylabel() == "output tokens/s"
     assert [row["concurrency"] for row in report_of("concurrency", count=6, compare=None)["rows"]] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("benchmark", ["throughput", "concurrency"])
+def test_a_method_that_never_answers_is_left_out_and_named(benchmark: str, monkeypatch: pytest.MonkeyPatch):
+    asked, dropped = [], []
+
+    def slow_stock(session: Any, workload: Workload, method: str, *rest: Any) -> dict[str, Any]:
+        asked.append(method)
+        if method == "static_batch":
+            raise NoAnswerError("Stock Transformers did not answer within 340 s; it was stopped.")
+        return fake_stock(session, workload, method, *rest)
+
+    monkeypatch.setattr(comparison, "measure_stock", slow_stock)
+    monkeypatch.setattr(BenchSession, "drop_stock", lambda self: dropped.append(self))
+    report = report_of(benchmark)
+    assert asked.count("static_batch") == len(dropped) == 1
+    titles = {row["system"] for row in report["rows"]}
+    assert METHOD_TITLES["static_batch"] not in titles and METHOD_TITLES["generate_batch"] in titles
+    assert any("static padded batch: left out" in note and "340 s" in note for note in report["notes"])
 
 
 def test_memory_shows_what_is_reserved_and_what_is_used():

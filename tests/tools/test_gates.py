@@ -185,6 +185,24 @@ def test_a_kernel_that_nobody_recorded_is_a_violation_and_a_new_triton_is_not():
     assert gates.missing(make_row("sm_90") | {"version": "3.10"}, counts) == []
 
 
+def test_only_a_sample_is_compiled_where_no_kernel_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(baseline, "is_of_these_sources", lambda: True)
+    assert gates.parse(["--sample-if-unchanged"]).sample and not gates.parse([]).sample
+    monkeypatch.setattr(baseline, "is_of_these_sources", lambda: False)
+    assert not gates.parse(["--sample-if-unchanged"]).sample and gates.parse(["--sample"]).sample
+
+
+def test_any_change_of_a_kernel_is_a_change_of_the_sources(tmp_path):
+    (tmp_path / "inner").mkdir()
+    digests = []
+    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("inner/b.py", ""), ("inner/c.py", "")):
+        (tmp_path / name).write_text(text)
+        digests.append(baseline.sources_digest(tmp_path))
+    assert len(set(digests)) == 4
+    (tmp_path / "figures.md").write_text("no source")
+    assert baseline.sources_digest(tmp_path) == digests[-1]
+
+
 FAKE_WORKER = """
 import json, os, sys
 for line in sys.stdin:

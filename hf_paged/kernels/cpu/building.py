@@ -38,6 +38,7 @@ _FLAGS_OF_SUFFIX = {
     "_avx2.cpp": _AVX2,
     "_avx512.cpp": _AVX512,
     "_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "_avx512vnni.cpp": (*_AVX512, "-mavx512vnni"),
     "_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 _FALLBACK_COMPILERS = ("c++", "g++", "clang++")

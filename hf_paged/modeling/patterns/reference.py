@@ -10,7 +10,7 @@ import torch
 from ...kernels.base import AttentionSpec
 from ...kernels.layers import LayerArguments, LayerShape
 from ...kernels.metadata import PagedAttentionMetadata
-from ...kernels.packed_rows import dequantized, is_packed
+from ...kernels.packed_rows import is_packed, packed_linear
 from ...kernels.reference import ReferenceBackend
 from .recipe import Activation, NormKind, QKNormKind, ResidualFlow, RopeLayout
 
@@ -27,6 +27,20 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SIGMOID: torch.sigmoid,
     Activation.TANH: torch.tanh,
 }
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `x @ weight.T + bias`.
+
+    Args:
+        x (`torch.Tensor`):
+            `[..., in]`.
+        weight (`torch.Tensor`):
+            `[out, in]`, or packed rows (see `kernels/packed_rows.py`).
+        bias (`torch.Tensor`, *optional*):
+            `[out]`.
+    """
+    return (packed_linear if is_packed(weight) else torch.nn.functional.linear)(x, weight, bias)
 
 
 def normalized(
@@ -102,10 +116,8 @@ class _Layer:
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight, bias = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"]
         assert weight is not None, "a linear has a weight"
-        weight = weight.reshape(-1, weight.shape[-1])
-        if is_packed(weight):
-            weight = dequantized(weight, x.shape[-1]).to(x.dtype)
-        return torch.nn.functional.linear(x, weight, None if bias is None else bias.reshape(-1))
+        weight, bias = weight.reshape(-1, weight.shape[-1]), None if bias is None else bias.reshape(-1)
+        return linear(x, weight, bias)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight, bias, shape = self.tensors[f"{name}_weight"], self.tensors[f"{name}_bias"], self.shape

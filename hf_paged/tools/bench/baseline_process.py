@@ -19,6 +19,10 @@ LOAD_TIMEOUT_SECONDS = 600.0
 GRACE_SECONDS = 300.0
 
 
+class NoAnswerError(EngineError):
+    """Stock Transformers takes longer for a workload than anybody waits."""
+
+
 class StockTransformers:
     """A process with a stock model; use it in a `with` statement.
 
@@ -76,7 +80,8 @@ class StockTransformers:
                 Requests to run where a sample will do; by default all.
 
         Raises:
-            EngineError: If it fails or does not answer.
+            NoAnswerError: If it does not answer in time; the process is of no further use.
+            EngineError: If it fails.
         """
         sample = len(workload) if sample is None else sample
         job = {"method": method, "workload": workload.to_dict(), "budget": budget, "sample": sample}
@@ -106,7 +111,7 @@ class StockTransformers:
             self._process.stdin.flush()
             line = self._answers.get(timeout=timeout)
         except queue.Empty:
-            raise EngineError(f"Stock Transformers did not answer within {timeout:.0f} s; it was stopped.") from None
+            raise NoAnswerError(f"Stock Transformers did not answer within {timeout:.0f} s; it was stopped.") from None
         except OSError:
             line = ""
         if not line:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .baseline_process import NoAnswerError
 from .baselines import BUDGET_SECONDS
 from .engine_run import floor_seconds, run_workload
 from .report import Column, Report, median_row
@@ -33,6 +34,7 @@ def compare_on_workload(
             The peer's methods, and how many requests stand for all; None means all.
     """
     samples: dict[str, list[dict[str, Any]]] = {}
+    peer = Peer()
     timeline: dict[str, Any] = {}  # of the first run
     requests: dict[str, dict[str, list[Any]]] = {}  # of all runs
     for number in range(1, session.options.runs + 1):
@@ -42,18 +44,69 @@ def compare_on_workload(
         samples.setdefault(OURS, []).append(measure_ours(session, workload, watch))
         timeline = timeline or watch.timeline
         _collect(requests, OURS, watch.requests)
-        for method, sample in methods.items() if session.options.compare else ():
+        for method, sample in peer.left(methods).items() if session.options.compare else ():
             session.log(f"run {number} of {session.options.runs}: {METHOD_TITLES[method]}")
-            row = measure_stock(session, workload, method, sample)
+            row = peer.measure(session, workload, method, sample)
+            if row is None:
+                continue
             _collect(requests, METHOD_TITLES[method], row.pop("requests"))
             samples.setdefault(METHOD_TITLES[method], []).append(row)
     rows = [{"system": system, **median_row(measured)} for system, measured in samples.items()]
     for row in rows[1:]:
         row["speedup"] = rows[0]["output_tokens_per_s"] / row["output_tokens_per_s"]
     notes = [f"{row['system']}: {row['how']}, extrapolated" for row in rows if row.get("extrapolated")]
+    notes += peer.notes
     heading = f"{title} ({workload.describe()}; median of {session.options.runs})"
     details = {"workload": workload.describe(), "timeline": timeline, "requests": requests, "every_run": samples}
     return Report(heading, columns, rows, notes, details)
+
+
+class Peer:
+    """Stock Transformers, without the methods that it was given up on."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._given_up: set[str] = set()
+
+    def left(self, methods: Mapping[str, int | None]) -> dict[str, int | None]:
+        """Returns the methods that answered so far.
+
+        Args:
+            methods (`Mapping[str, int | None]`):
+                All, and how many requests stand for all.
+        """
+        return {method: sample for method, sample in methods.items() if method not in self._given_up}
+
+    def measure(
+        self,
+        session: BenchSession,
+        workload: Workload,
+        method: str,
+        sample: int | None,
+        budget: float = BUDGET_SECONDS,
+    ) -> dict[str, Any] | None:
+        """Returns a row as `measure_stock` does, or `None` if a method takes too long: it is given up, and noted.
+
+        Args:
+            session (`BenchSession`):
+                Models and texts.
+            workload (`Workload`):
+                The requests.
+            method (`str`):
+                Which of the peer's methods.
+            sample (`int`, *optional*):
+                Requests that stand for all.
+            budget (`float`, defaults to 40.0):
+                Seconds after which it stops and is extrapolated.
+        """
+        try:
+            return measure_stock(session, workload, method, sample, budget)
+        except NoAnswerError as error:
+            session.drop_stock()
+            self._given_up.add(method)
+            self.notes.append(f"{METHOD_TITLES[method]}: left out with {len(workload)} requests or more. {error}")
+            session.log(self.notes[-1])
+            return None
 
 
 def _collect(requests: dict[str, dict[str, list[Any]]], system: str, found: dict[str, list[Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .comparison import METHOD_TITLES, OURS, measure_ours, measure_stock
+from .comparison import METHOD_TITLES, OURS, Peer, measure_ours
 from .report import Column, Report, gigabytes_per_second, median_row, one_decimal, times, whole
 from .session import BENCHMARKS, BenchSession
 from .step import powers_of_two
@@ -35,6 +35,7 @@ def concurrency(session: BenchSession) -> Report:
             Models and texts.
     """
     options, whole_workload = session.options, session.workload("W1")
+    peer = Peer()
     samples: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(1, options.runs + 1):
         for level in powers_of_two(len(whole_workload)):
@@ -42,9 +43,11 @@ def concurrency(session: BenchSession) -> Report:
             about = {"concurrency": level, "num_output_tokens": workload.num_output_tokens}
             session.log(f"run {number} of {options.runs}: {OURS}, {workload.describe()}")
             samples.setdefault((OURS, level), []).append(about | measure_ours(session, workload))
-            for method in METHODS if options.compare else ():
+            for method in peer.left(dict.fromkeys(METHODS)) if options.compare else ():
                 session.log(f"run {number} of {options.runs}: {METHOD_TITLES[method]}, {level} at a time")
-                row = measure_stock(session, workload, method, None, PEER_BUDGET_SECONDS)
+                row = peer.measure(session, workload, method, None, PEER_BUDGET_SECONDS)
+                if row is None:
+                    continue
                 del row["requests"]
                 samples.setdefault((METHOD_TITLES[method], level), []).append(about | row)
     medians = {key: {"system": key[0], **median_row(rows)} for key, rows in samples.items()}
@@ -57,7 +60,7 @@ def concurrency(session: BenchSession) -> Report:
         f"{row['system']}, {row['concurrency']} at a time: {row['how']}, extrapolated"
         for row in ordered
         if row["extrapolated"]
-    ]
+    ] + peer.notes
     every_run = {
         name: [row for (system, _), rows in samples.items() if system == name for row in rows] for name in systems
     }

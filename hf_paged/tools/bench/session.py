@@ -123,6 +123,11 @@ class BenchSession:
         stock.measure("static_batch", Workload("warm-up", [self.text.cut(32)], [4]))
         return stock
 
+    def drop_stock(self) -> None:
+        """Ends the process with the stock model; the next use of `stock` starts another."""
+        self.stock.close()
+        del self.stock
+
     def workload(self, name: str) -> Workload:
         """Returns a workload with texts that were not used before, so that no prefix cache knows them.
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels.cpu import linear as native
-from hf_paged.kernels.packed_rows import Codes, dequantized, pack_rows
+from hf_paged.kernels.packed_rows import Codes, dequantized, pack_rows, rounded_tokens
 from tests.kernels.cpu.levels import LEVELS, at_level
 from tests.kernels.test_packed_rows import numbers
 
@@ -149,7 +149,7 @@ def test_sums_of_nothing_are_zero(level: str):
         assert torch.equal(result, bias.expand(tokens, -1))
 
 
-@pytest.mark.parametrize("kind", Codes)
+@pytest.mark.parametrize("kind", [Codes.Q4, Codes.Q8, Codes.E4M3])
 def test_products_with_packed_rows_equal_float64(level: str, kind: Codes):
     torch.manual_seed(0)
     for tokens in TOKENS:
@@ -189,3 +189,34 @@ def test_packed_rows_at_the_end_of_memory_are_read_within_their_bounds(level: st
         for tokens in (1, 3, 20):
             x = torch.randn(tokens, 96)
             assert relative_error(native.linears(x, [weight]), x.double() @ dequantized(packed, 96).double().T) < 1e-6
+
+
+def test_int8_rows_are_multiplied_with_activations_rounded_to_int8(level: str):
+    torch.manual_seed(0)
+    for tokens in TOKENS:
+        for size, columns in ((64, 48), (288, 51), (37, 7), (1000, 33)):
+            x = torch.randn(tokens, size) * torch.logspace(-3, 3, tokens)[:, None]
+            first, second = (pack_rows(numbers(Codes.W8A8, rows, size, 1)) for rows in (columns, columns + 5))
+            rounded = rounded_tokens(x).double()  # in float32, as the kernels do, so that ties fall alike
+            expected = torch.cat([rounded @ dequantized(rows, size).double().T for rows in (first, second)], 1)
+            result = native.linears(x, [first, second])
+            error = (result.double() - expected).abs().amax(1) / expected.abs().amax(1)
+            assert float(error.max()) < 1e-5, (tokens, size, columns)
+
+
+def test_tokens_of_zeros_and_of_no_numbers_stay_by_themselves_in_int8(level: str):
+    weight = pack_rows(numbers(Codes.W8A8, 31, 70, 1))
+    for tokens in (1, 4, 13, 20):
+        x = torch.randn(tokens, 70)
+        expected = native.linears(x, [weight])
+        x = torch.cat([x, torch.zeros(1, 70), torch.full((1, 70), float("nan")), x[:1] * float("inf")])
+        result = native.linears(x, [weight])
+        assert torch.allclose(result[:tokens], expected)
+        assert bool((result[tokens] == 0).all()) and bool(result[tokens + 1 :].isnan().all())
+
+
+def test_int8_rows_share_no_product_with_others(level: str):
+    x = torch.randn(2, 64)
+    int8, plain = pack_rows(numbers(Codes.W8A8, 8, 64, 1)), torch.randn(8, 64)
+    with pytest.raises(RuntimeError, match="cannot share a product"):
+        native.linears(x, [int8, plain])

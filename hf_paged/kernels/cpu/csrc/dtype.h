@@ -5,8 +5,8 @@
 namespace hf_paged {
 
 // From q4 on only weights have them: rows of packed codes, as kernels/packed_rows.py describes them.
-enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2, q4 = 3, q8 = 4, e4m3 = 5 };
-constexpr int NUM_WEIGHT_DTYPES = 6;
+enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2, q4 = 3, q8 = 4, e4m3 = 5, w8a8 = 6 };
+constexpr int NUM_WEIGHT_DTYPES = 7;
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };

@@ -82,6 +82,11 @@ bool has_bf16_dot() {
   return found;
 }
 
+bool has_vnni() {
+  static const bool found = bit(Leaf(7, 0).b, 16) && bit(Leaf(7, 0).c, 11);
+  return found;
+}
+
 bool prefers_bf16_dot() {
   if (current_isa() < Isa::avx512 || !has_bf16_dot()) return false;
   const int choice = bf16_dot_choice.load(std::memory_order_relaxed);

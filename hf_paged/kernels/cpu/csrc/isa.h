@@ -16,6 +16,9 @@ void set_isa(Isa isa);
 // Whether AVX-512 comes with the bf16 dot product (vdpbf16ps).
 bool has_bf16_dot();
 
+// Whether AVX-512 comes with the int8 dot product (vpdpbusd).
+bool has_vnni();
+
 // Whether the dot product is worth using: it was measured, at the first call, to do at least 1.3 times the float32
 // operations of FMA. False without it and below the avx512 level.
 bool prefers_bf16_dot();

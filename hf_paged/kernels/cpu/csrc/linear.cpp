@@ -59,9 +59,20 @@ struct Split {
   }
 };
 
+// Of a packed or copied number of x.
+int64_t number_bytes(const LinearKernels& kernels) {
+  return kernels.code_bytes ? kernels.code_bytes : kernels.pairs ? 2 : 4;
+}
+
 // A block of packed tokens, as wide as blocks are at most.
 int64_t block_bytes(int64_t k, const LinearKernels& kernels) {
-  return (k + 31) / 32 * 32 * kernels.max_width * (kernels.pairs ? 2 : 4);
+  const int64_t scales = kernels.code_bytes ? 2 * sizeof(float) * kernels.max_width : 0;
+  return (k + 31) / 32 * 32 * kernels.max_width * number_bytes(kernels) + scales;
+}
+
+// A row of copied tokens.
+int64_t row_bytes(int64_t k, const LinearKernels& kernels) {
+  return (k + 31) / 32 * 32 * number_bytes(kernels) + (kernels.code_bytes ? 64 : 0);
 }
 
 // Of all blocks that a call reads.
@@ -77,9 +88,10 @@ class Call {
       : a(args), kernels(linear_kernels(args)), epilogue(linear_epilogue()), split(a.num_tokens, kernels) {
     padded_k = (a.k + 31) / 32 * 32;
     num_blocks = (split.num_many + kernels.max_width - 1) / kernels.max_width;
-    const int64_t few_bytes = split.num_few * padded_k * (kernels.pairs ? 2 : 4);
+    const int64_t few_bytes = split.num_few * row_bytes(a.k, kernels);
+    few_stride = kernels.code_bytes ? row_bytes(a.k, kernels) : padded_k;
     static thread_local std::vector<float> kept;
-    copied = (char*)scratch(kept, ((a.packed_x ? 0 : packed_bytes(a)) + few_bytes) / 4);
+    copied = (char*)scratch(kept, ((a.packed_x ? 0 : packed_bytes(a)) + few_bytes) / 4 + 16);
     packed = a.packed_x ? a.packed_x : copied + few_bytes;
     for (int i = 0; i < a.num_parts; i++) num_columns += a.parts[i].num_rows;
     if (a.gated) num_columns = a.parts[0].num_rows;
@@ -118,7 +130,7 @@ class Call {
   }
 
   void copy_few() const {
-    kernels.copy({a.x, a.x_stride, a.x_dtype, split.num_many, split.num_few, a.k, copied, padded_k});
+    kernels.copy({a.x, a.x_stride, a.x_dtype, split.num_many, split.num_few, a.k, copied, few_stride});
   }
 
   int64_t width_of(int64_t count) const { return (count + kernels.lanes - 1) / kernels.lanes * kernels.lanes; }
@@ -126,20 +138,24 @@ class Call {
   void compute(const Item& item) const {
     static thread_local std::vector<float> kept;
     constexpr int64_t tile_size = MAX_WIDTH * COLUMNS, sums_size = MAX_WIDTH * (COLUMNS + 16);
-    float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + COLUMNS * padded_k);
-    float *sums = tile + 2 * tile_size, *rest = sums + 2 * sums_size;
+    const int64_t rows_size = COLUMNS * padded_k;
+    float* tile = scratch(kept, 2 * (tile_size + sums_size) + (1 << 14) + 3 * rows_size);
+    float *sums = tile + 2 * tile_size, *wide = sums + 2 * sums_size, *rest = wide + 2 * rows_size;
     const int64_t read_at_once = block_bytes(a.k, kernels), written_at_once = block_bytes(num_columns, kernels);
-    const void* rows[2][COLUMNS];
+    const void *rows[2][COLUMNS], *wide_rows[2][COLUMNS];
     float bias[2][COLUMNS];
     LinearOutput out{tile, tile + tile_size, nullptr, nullptr, 0, 0, item.column, item.num_columns};
-    LinearTile t{nullptr, item.num_columns, 0, a.k, 0, nullptr, padded_k, 0, nullptr, rest};
+    LinearTile t{nullptr, item.num_columns, 0, a.k, 0, nullptr, few_stride, 0, nullptr, rest};
     int64_t strides[2];
+    bool is_wide[2];
     for (int i = 0; i < (a.gated ? 2 : 1); i++) {
       const LinearPart& part = a.parts[item.part + i];
       find_rows(part, item.row, item.num_columns, rows[i]);
       const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
       strides[i] = whole ? part.row_stride : 0;
       if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);
+      is_wide[i] = num_blocks > 1 && kernels.widen[(int)part.dtype];
+      if (is_wide[i]) widen(part, rows[i], item.num_columns, wide + i * rows_size, wide_rows[i]);
     }
     for (int64_t block = 0; block <= num_blocks; block++) {
       const bool few = block == num_blocks;
@@ -152,16 +168,24 @@ class Call {
       out.tile = few || !a.packed_y ? tile : sums;
       out.up_tile = few || !a.packed_y ? tile + tile_size : sums + sums_size;
       for (int i = 0; i < (a.gated ? 2 : 1); i++) {
-        t.rows = rows[i];
+        const bool use_wide = is_wide[i] && !few;
+        const DType dtype = use_wide ? DType::f32 : a.parts[item.part + i].dtype;
+        t.rows = use_wide ? wide_rows[i] : rows[i];
         t.row_stride = strides[i];
         t.group = a.parts[item.part + i].group;
         t.out = few ? tile + i * tile_size : sums + i * sums_size;
-        (few ? kernels.few : kernels.many)[(int)a.parts[item.part + i].dtype](t);
+        (few ? kernels.few : kernels.many)[(int)dtype](t);
         if (!few && !a.packed_y) epilogue.turn(t.out, t.num_rows, width, tile + i * tile_size);
       }
       if (few || !a.packed_y) epilogue.finish(a, out);
       else epilogue.pack(a, out, a.packed_y + block * written_at_once, width, kernels.pairs);
     }
+  }
+
+  // Widens the rows of an item once for all its blocks.
+  void widen(const LinearPart& part, const void* const* rows, int count, float* to, const void** wide_rows) const {
+    kernels.widen[(int)part.dtype]({rows, count, 0, a.k, part.group, nullptr, 0, 0, nullptr, to});
+    for (int row = 0; row < count; row++) wide_rows[row] = to + row * padded_k;
   }
 
   const float* biases(const LinearPart& part, const Item& item, float* out) const {
@@ -177,7 +201,7 @@ class Call {
   const LinearKernels& kernels;
   const LinearEpilogue& epilogue;
   const Split split;
-  int64_t padded_k, num_blocks, num_columns = 0, columns;
+  int64_t padded_k, few_stride, num_blocks, num_columns = 0, columns;
   const char* packed;
   char* copied;
 };
@@ -211,7 +235,8 @@ void linear(const LinearArgs& args) {
 
 void linear_pair(const LinearArgs& first, const LinearArgs& second) {
   static thread_local std::vector<float> kept;
-  const bool alike = &linear_kernels(first) == &linear_kernels(second);
+  const LinearKernels& kernels = linear_kernels(second);
+  const bool alike = &linear_kernels(first) == &kernels && !kernels.code_bytes;  // codes need the whole row
   for_parts(first.num_tokens, [&](int64_t begin, int64_t count) {
     LinearArgs a = part_of(first, begin, count), b = part_of(second, begin, count);
     a.y = first.y;

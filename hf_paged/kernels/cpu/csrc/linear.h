@@ -66,7 +66,7 @@ struct LinearTile {
   int64_t row_stride;       // elements between them if they are equally far apart, else 0
   int64_t k, group;         // group: of packed rows
   const void* x;      // many: a packed block; few: rows of `x_stride` numbers, zero from k on
-  int64_t x_stride;   // few only
+  int64_t x_stride;   // few only; in bytes where activations are quantized
   int num_tokens;     // many: the block's width; few: tokens, at most MAX_FEW_TOKENS
   float* out;         // many: out[column * MAX_WIDTH + token]; few: out[token * COLUMNS + column]
   void* scratch;      // num_rows * k float32, k rounded up to 32, and 64 KB more
@@ -80,7 +80,7 @@ struct PackArgs {
   int64_t first, count;  // tokens; many: as many as a vector has lanes, at most
   int64_t k;
   void* out;      // many: where the first of them belongs in its block
-  int64_t width;  // many: of the block; few: numbers in a row of `out`
+  int64_t width;  // many: of the block; few: numbers in a row of `out`, or its bytes where activations are quantized
 };
 
 struct LinearKernels {
@@ -92,6 +92,9 @@ struct LinearKernels {
   void (*copy)(const PackArgs&);                       // for `few`
   void (*many[NUM_WEIGHT_DTYPES])(const LinearTile&);
   void (*few[NUM_WEIGHT_DTYPES])(const LinearTile&);
+  // Rows that several blocks are multiplied with, as float32 [num_rows][k rounded up to 32] in scratch; or null.
+  void (*widen[NUM_WEIGHT_DTYPES])(const LinearTile&);
+  int64_t code_bytes;  // of a number of x where activations are quantized (linear_w8a8.h), else 0
 };
 
 // Sums of a chunk of columns, on their way into y. Biases are float32, COLUMNS of them.
@@ -111,11 +114,16 @@ struct LinearEpilogue {
 };
 
 extern const LinearKernels linear_avx2, linear_avx512, linear_avx512bf16, linear_amx;
+extern const LinearKernels linear_w8a8_avx2, linear_w8a8_avx512, linear_w8a8_avx512vnni;
 extern const LinearEpilogue linear_epilogue_avx2, linear_epilogue_avx512;
 
 // float32 arithmetic, unless all weights are bf16, which have choices.
 inline const LinearKernels& linear_kernels(const LinearArgs& args) {
   const Isa isa = current_isa();
+  if (args.parts[0].dtype == DType::w8a8) {  // and so are the others
+    if (isa < Isa::avx512) return linear_w8a8_avx2;
+    return has_vnni() ? linear_w8a8_avx512vnni : linear_w8a8_avx512;
+  }
   if (isa < Isa::avx512) return linear_avx2;
   for (int i = 0; i < args.num_parts; i++)
     if (args.parts[i].dtype != DType::bf16) return linear_avx512;

@@ -148,6 +148,6 @@ void few(const LinearTile& t) { linear_avx512bf16.few[(int)DType::bf16](t); }
 
 extern const LinearKernels linear_amx = {
     avx512::W, MAX_WIDTH, 4, true, avx512::pack, avx512::copy, {nullptr, avx512::many},
-    {nullptr, avx512::few}};
+    {nullptr, avx512::few}, {}, 0};
 
 }  // namespace hf_paged

@@ -232,6 +232,6 @@ void few(const LinearTile& t) {
 
 extern const LinearKernels linear_avx512bf16 = {
     avx512::W, 64, 8, true, avx512::pack, avx512::copy, {nullptr, avx512::many},
-    {nullptr, avx512::few}};
+    {nullptr, avx512::few}, {}, 0};
 
 }  // namespace hf_paged

@@ -9,16 +9,17 @@ namespace hf_paged {
 inline void set_row_format(LinearPart& part, const Tensor& weight, int64_t k) {
   using torch::headeronly::ScalarType;
   const ScalarType type = weight.scalar_type();
-  const int64_t size = weight.size(weight.dim() - 1), padded = (k + 31) / 32 * 32;
-  if (type != ScalarType::Byte && type != ScalarType::Char) {
+  const int64_t padded = (k + 31) / 32 * 32, size = weight.size(weight.dim() - 1) * (type == ScalarType::Short ? 2 : 1);
+  if (type != ScalarType::Byte && type != ScalarType::Char && type != ScalarType::Short) {
     part.dtype = dtype_of(weight);
     STD_TORCH_CHECK(size == k, "linear: weights must have x's k");
     return;
   }
-  part.dtype = type == ScalarType::Char ? DType::e4m3 : size > padded ? DType::q8 : DType::q4;
+  part.dtype = type == ScalarType::Short ? DType::w8a8 : type == ScalarType::Char ? DType::e4m3 : size > padded ? DType::q8 : DType::q4;
   const int64_t rest = size - (part.dtype == DType::q4 ? padded / 2 : padded), num_groups = rest / 8;
   STD_TORCH_CHECK(k > 0 && rest > 0 && rest % 8 == 0 && (num_groups == 1 || (k % num_groups == 0 && k / num_groups % 32 == 0)),
                   "linear: a packed row of ", size, " bytes does not fit x's k, ", k);
+  STD_TORCH_CHECK(part.dtype != DType::w8a8 || num_groups == 1, "linear: int8 rows for int8 activations have one scale");
   part.group = num_groups == 1 ? padded : k / num_groups;
 }
 
@@ -38,6 +39,10 @@ inline LinearPart linear_part(const Tensor& weight, const Tensor* bias, int64_t 
     part.block_stride = weight.stride(0);
     part.num_rows *= weight.size(0);
   }
+  if (part.dtype == DType::w8a8) {  // rows of int16, counted in bytes here
+    part.row_stride *= 2;
+    part.block_stride *= 2;
+  }
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == dims - 1 && bias->numel() == part.num_rows, "linear: a bias has one number per row");
     part.bias_dtype = dtype_of(*bias);
@@ -47,6 +52,13 @@ inline LinearPart linear_part(const Tensor& weight, const Tensor* bias, int64_t 
     if (dims == 3) part.bias_block_stride = bias->stride(0);
   }
   return part;
+}
+
+// Parts of one product have their activations quantized, or none of them has.
+inline void check_parts(const LinearPart* parts, int num_parts) {
+  for (int i = 1; i < num_parts; i++)
+    STD_TORCH_CHECK((parts[i].dtype == DType::w8a8) == (parts[0].dtype == DType::w8a8),
+                    "linear: int8 rows for int8 activations and others cannot share a product");
 }
 
 }  // namespace hf_paged
