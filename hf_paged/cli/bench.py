@@ -34,7 +34,7 @@ _MORE = {
         keyword("only", Annotated[str | None, _ONLY]),
     ]
 }
-_EXAMPLE_FLAGS = {"quantization": "--only bf16,gptq --noise 0.01 --runs 1 --count 2"}
+_EXAMPLE_FLAGS = {"quantization": "--only gptq-int4 --noise 0.01 --runs 1 --count 2"}
 
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",

@@ -88,11 +88,15 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     DENSE: Variant(),
-    **{f"{scheme} on load": Variant(quantize=scheme) for scheme in SCHEMES},
-    "rtn": Variant(recipe=Recipe("rtn")),
-    "gptq": Variant(recipe=Recipe("gptq")),
-    "awq": Variant(recipe=Recipe("awq")),
+    **{scheme: Variant(quantize=scheme) for scheme in SCHEMES},
+    "rtn-int4": Variant(recipe=Recipe("rtn")),
+    "gptq-int4": Variant(recipe=Recipe("gptq")),
+    "awq-int4": Variant(recipe=Recipe("awq")),
+    "rtn-int8": Variant(recipe=Recipe("rtn", 8)),
+    "rtn-fp8": Variant(recipe=Recipe("fp8", 8)),
 }
+# Measured only where they are asked for: as what `quantize=` makes, but for the embeddings.
+_NOT_BY_DEFAULT = ("rtn-int8", "rtn-fp8")
 
 
 def chosen_variants(only: str | None) -> dict[str, Variant]:
@@ -100,14 +104,14 @@ def chosen_variants(only: str | None) -> dict[str, Variant]:
 
     Args:
         only (`str`, *optional*):
-            Their names, separated by commas; all by default.
+            Their names, separated by commas.
 
     Raises:
         UnknownNameError: If there is none of a name.
     """
-    if only is None:
-        return dict(VARIANTS)
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    names = [name for name in VARIANTS if name not in _NOT_BY_DEFAULT]
+    if only is not None:
+        names = [name.strip() for name in only.split(",") if name.strip()]
     for name in names:
         if name not in VARIANTS:
             raise UnknownNameError(f"Unknown row {name!r} of `only`; available: {', '.join(VARIANTS)}.")
@@ -146,9 +150,8 @@ def quantization(session: BenchSession) -> Report:
             row = {"system": name, **made, "read_bandwidth": session.bandwidth()}
             rows.append(row | measure_in_fresh_process("quantization_process", settings | wanted))
     _compare(rows)
-    groups = {row["recipe"]["group_size"] for row in rows if row.get("recipe")}
     notes = [f"perplexity of {rows[0]['perplexity_tokens']:,} tokens: {text}"]
-    notes += [f"rtn, gptq, awq: checkpoints of 4 bits, groups of {size}, asymmetric" for size in sorted(groups)]
+    notes += [_describe_checkpoints(rows)] if any(row.get("recipe") for row in rows) else []
     noise = session.options.noise
     notes += [f"the weights carry {noise:.1%} of seeded noise"] if noise else []
     details = {"workload": f"{one.describe()}; {many.describe()}", "noise": noise}
@@ -175,6 +178,16 @@ def _made(session: BenchSession, source: str, name: str, variant: Variant, folde
     result = quantize_checkpoint(QuantizeJob(source, folder / name, variant.recipe))
     recipe = dataclasses.asdict(result) | {"out": name, "model": session.path}
     return str(folder / name), {"recipe": recipe, "making_seconds": result.seconds}
+
+
+def _describe_checkpoints(rows: list[dict[str, Any]]) -> str:
+    made = {row["system"]: row["recipe"] for row in rows if row.get("recipe")}
+    sizes = {
+        name: "a scale a row" if recipe["group_size"] == -1 else f"groups of {recipe['group_size']}"
+        for name, recipe in made.items()
+    }
+    said = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+    return f"checkpoints of `hf-paged quantize`: {said}; the other rows are `quantize=` on load"
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
