@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import awq, compressed_tensors, fbgemm_fp8, gptq  # each registers its formats
+from . import awq, compressed_tensors, fbgemm_fp8, fine_grained_fp8, gptq  # each registers its formats
 
-__all__ = ["awq", "compressed_tensors", "fbgemm_fp8", "gptq"]
+__all__ = ["awq", "compressed_tensors", "fbgemm_fp8", "fine_grained_fp8", "gptq"]

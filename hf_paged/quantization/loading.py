@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..errors import ConfigurationError, NotSupportedError
+from . import fine_grained_fp8
 from .base import FORMATS
 
 # What Transformers loads by itself: dense, or into modules of another package that it asks for.
@@ -13,7 +14,6 @@ PASSED_ON = (
     "bitsandbytes",
     "gguf",
     "torchao",
-    "fp8",  # dense on a CPU, kernels of its own on GPUs that have float8
     "mxfp4",
     "hqq",
     "quanto",
@@ -118,8 +118,8 @@ def named_scheme(name_or_path: str | os.PathLike, quantization: str, kwargs: dic
         )
     if method is None and asked not in SCHEMES:
         raise ConfigurationError(
-            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is not quantized. Leave it out, "
-            f"or quantize it at load: {', '.join(map(repr, SCHEMES))}."
+            f"`quantization` {quantization!r} does not fit {str(name_or_path)!r}, which is not quantized. Leave it "
+            f"out, or quantize it at load: {', '.join(map(repr, SCHEMES))}."
         )
     return asked if method is None else None
 
@@ -136,6 +136,8 @@ def _original_of(config: Any) -> dict[str, Any] | None:
         return None
     method = str(original.get("quant_method") or "")
     if original.get("load_in_4bit") or original.get("load_in_8bit") or method in PASSED_ON:
+        return None
+    if method == fine_grained_fp8.METHOD and not fine_grained_fp8.is_built_for(original):
         return None
     if method not in FORMATS:
         raise NotSupportedError(

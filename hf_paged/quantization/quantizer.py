@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -24,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..errors import CheckpointError
 from .base import FORMATS, CheckpointFormat, LinearFormat, TensorInfo
 from .checkpoint_files import read_headers
+from .experts import replace_experts
 from .linear import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -72,12 +76,35 @@ class PagedQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         original = quantization_config.original
         self.format: CheckpointFormat = FORMATS.get(original["quant_method"])(original)
+        self._experts: list[str] = []
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> nn.Module:
-        replace_linears(model, self.format, read_headers(checkpoint_files or ()))
+        headers = _with_names_of(model, read_headers(checkpoint_files or ()))
+        self._experts = replace_linears(model, self.format, headers)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list, *model: Any) -> list:
+        """Leaves out what would stack the weights of experts that are kept one by one.
+
+        Args:
+            weight_conversions (`list`):
+                Those of the model.
+            model (`Any`):
+                The model, in newer versions of Transformers.
+
+        Returns:
+            `list`: Those to use.
+        """
+        conversions = super().update_weight_conversions(weight_conversions, *model)
+        stacks = [f"{name}.{stack}" for name in self._experts for stack in ("gate_up_proj", "down_proj")]
+        return [
+            conversion
+            for conversion in conversions
+            if not isinstance(conversion, WeightConverter)
+            or not any(re.search(target, name) for target in conversion.target_patterns for name in stacks)
+        ]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for name, module in quantized_linears(model):
@@ -114,7 +141,15 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
 
 
-def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping[str, TensorInfo]) -> None:
+def _with_names_of(model: Any, headers: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Headers under the names that tensors have in the model, where a file has older ones."""
+    renamings = [
+        conversion for conversion in get_model_conversion_mapping(model) if isinstance(conversion, WeightRenaming)
+    ]
+    return {rename_source_key(name, renamings, [])[0]: info for name, info in headers.items()}
+
+
+def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping[str, TensorInfo]) -> list[str]:
     """Puts a `QuantizedLinear` wherever the files of a checkpoint hold packed tensors.
 
     Args:
@@ -123,15 +158,33 @@ def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping
         format (`CheckpointFormat`):
             What the checkpoint's configuration says.
         headers (`Mapping[str, TensorInfo]`):
-            What its files hold.
+            What its files hold, under the names of the model.
+
+    Returns:
+        `list[str]`: The names of modules of experts whose weights are kept one by one.
 
     Raises:
         CheckpointError: If the two contradict each other, before any weight is read.
+        NotSupportedError: If experts are stored in a way that is not built.
     """
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def make_expert(name: str, out_features: int, in_features: int) -> QuantizedLinear:
+        stored, linear = _tensors_of(name, headers, prefix), format.linear_format(name)
+        tensors = None if linear is None else _packed_tensors(name, linear, stored)
+        if linear is None or tensors is None:
+            raise CheckpointError(
+                f"The files hold no packed tensors of `{name}`, as they do of other experts: all experts of a layer "
+                "are quantized, or none is."
+            )
+        linear.check(name, tensors, out_features, in_features)
+        return QuantizedLinear(in_features, out_features, linear, tensors)
+
+    experts = replace_experts(model, headers, make_expert)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    count = 0
+    count = len(experts)
     for name, module in linears:
-        stored = _tensors_of(name, headers, getattr(model, "base_model_prefix", ""))
+        stored = _tensors_of(name, headers, prefix)
         linear = format.linear_format(name)
         if linear is None:
             _check_dense(name, stored)
@@ -150,6 +203,7 @@ def replace_linears(model: nn.Module, format: CheckpointFormat, headers: Mapping
             f"config.json says that the checkpoint is quantized ({type(format).__name__}), and its files hold no "
             f"packed tensor for any of the model's {len(linears)} linears: it belongs to another checkpoint."
         )
+    return experts
 
 
 def _tensors_of(name: str, headers: Mapping[str, TensorInfo], base_model_prefix: str) -> dict[str, TensorInfo]:

@@ -184,7 +184,13 @@ def write_checkpoint(
         module.weight.data = torch.from_numpy(weight)
         tensors |= {f"{name}.{key}": value for key, value in packed_tensors.items()}
         quantized.add(f"{name}.weight")
+    for name, module in model.named_modules():
+        if {"gate_up_proj", "down_proj"} <= module._parameters.keys():
+            tensors |= _experts(name, module, packer, random)
+            quantized |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
     dense = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in quantized}
+    if family == "mixtral":  # as its files name them
+        dense = {name.replace(".mlp.", ".block_sparse_moe."): value for name, value in dense.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: value.contiguous() for name, value in {**dense, **tensors}.items()},
@@ -199,6 +205,21 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     model.generation_config.save_pretrained(folder)
     return model
+
+
+def _experts(name: str, module: torch.nn.Module, packer: Packer, random: np.random.Generator) -> Tensors:
+    """The tensors of all projections of all experts, under the names that Mixtral's files and others' have."""
+    is_mixtral = type(module).__name__.startswith("Mixtral")
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    file_name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+    tensors: Tensors = {}
+    for expert in range(module.num_experts):
+        gate, up = module.gate_up_proj.data[expert].chunk(2)
+        for part, projection in zip((gate, up, module.down_proj.data[expert]), names, strict=True):
+            weight, packed_tensors = packer(random, *part.shape)
+            part.copy_(torch.from_numpy(weight))
+            tensors |= {f"{file_name}.{expert}.{projection}.{key}": value for key, value in packed_tensors.items()}
+    return tensors
 
 
 def _by_name(packer: Any) -> bool:

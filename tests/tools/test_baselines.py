@@ -69,6 +69,14 @@ def test_the_budget_ends_a_measurement(stock, method: str):
     assert result.output_tokens_per_s == pytest.approx(8000 / result.seconds)
 
 
+@pytest.mark.parametrize("method", ["static_batch", "generate_batch"])
+def test_a_budget_that_prompts_use_up_still_leaves_steps_that_decode(stock, method: str):
+    endless = Workload("test", [[5, 6, 7, 8]] * 2, [4000, 4000])
+    result = baselines.METHODS[method](stock, endless, 0.0, 2)
+    assert all(len(times) >= baselines.MIN_STEPS - 1 for times in result.requests["itls"])
+    assert result.measured_share < 0.1
+
+
 def test_steps_are_extrapolated_from_the_last_half():
     # A slow first step (the prompts), then 1 s each.
     assert baselines._late_step_seconds([0, 10, 11, 12, 13, 14]) == 1

@@ -32,6 +32,9 @@ from .run_watch import request_times
 from .workloads import Workload
 
 BUDGET_SECONDS = 40.0
+# What is extrapolated from are steps that decode: the first one holds all prompts, and takes as long as many of those.
+MIN_STEPS = 5
+PROMPT_SECONDS = 200.0  # beyond the budget, for generate_batch to come to the end of all prompts
 BLOCK_SIZE = 256
 MAX_BATCH_TOKENS = 512
 MAX_BLOCKS = 160
@@ -104,15 +107,19 @@ class StepClock(StoppingCriteria):
     Args:
         deadline (`float`):
             In seconds of `time.perf_counter()`.
+        at_least (`int`, defaults to 1):
+            Steps that are run in any case.
     """
 
-    def __init__(self, deadline: float):
+    def __init__(self, deadline: float, at_least: int = 1):
         self.deadline = deadline
+        self.at_least = at_least
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> Any:
         self.times.append(time.perf_counter())
-        return torch.full((input_ids.shape[0],), self.times[-1] >= self.deadline, device=input_ids.device)
+        is_over = self.times[-1] >= self.deadline and len(self.times) >= self.at_least
+        return torch.full((input_ids.shape[0],), is_over, device=input_ids.device)
 
 
 def one_by_one(model: Any, workload: Workload, budget: float, sample: int) -> BaselineResult:
@@ -173,13 +180,13 @@ def static_batch(model: Any, workload: Workload, budget: float, sample: int) -> 
         workload (`Workload`):
             All requests.
         budget (`float`):
-            Seconds after which no further step is begun.
+            Seconds after which no further step is begun, once there are some without prompts.
         sample (`int`):
             Not used: the whole batch is run.
     """
     steps = max(workload.output_lengths)
     begin = time.perf_counter()
-    clock = _generate(model, workload.prompts, steps, begin + budget)
+    clock = _generate(model, workload.prompts, steps, begin + budget, at_least=MIN_STEPS)
     measured = time.perf_counter() - begin
     done = len(clock.times)
     missing = (steps - done) * _late_step_seconds([begin, *clock.times])
@@ -229,10 +236,7 @@ def generate_batch(model: Any, workload: Workload, budget: float, sample: int) -
     ) as manager:
         for index, (prompt, length) in enumerate(zip(chosen.prompts, chosen.output_lengths, strict=True)):
             manager.add_request(prompt, str(index), max_new_tokens=length, streaming=True, eos_token_id=-1)
-        # Without a single token nothing could be extrapolated.
-        while usage.num_tokens < chosen.num_output_tokens and (
-            time.perf_counter() < begin + budget or not usage.num_tokens
-        ):
+        while usage.num_tokens < chosen.num_output_tokens and _goes_on(begin + budget, usage, chosen):
             output = manager.get_result(timeout=1)
             if output is None:
                 if not manager.is_running():
@@ -291,11 +295,11 @@ def kv_bytes_per_token(model: Any) -> int:
     return sum(keys.nbytes + values.nbytes for keys, values in filter(None, layers)) // num_tokens
 
 
-def _generate(model: Any, prompts: list[list[int]], num_steps: int, deadline: float) -> StepClock:
+def _generate(model: Any, prompts: list[list[int]], num_steps: int, deadline: float, at_least: int = 1) -> StepClock:
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    clock = StepClock(deadline)
+    clock = StepClock(deadline, at_least)
     model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
@@ -308,6 +312,15 @@ def _generate(model: Any, prompts: list[list[int]], num_steps: int, deadline: fl
 def _greedy(num_steps: int) -> GenerationConfig:
     """Nothing ends before `num_steps`: `load_model` has taken the model's own end-of-sequence tokens away."""
     return GenerationConfig(do_sample=False, max_new_tokens=num_steps, min_new_tokens=None, pad_token_id=0)
+
+
+def _goes_on(deadline: float, usage: ContinuousUsage, chosen: Workload) -> bool:
+    """Until the deadline; then until all requests decode, or that takes too long: without a token in any case."""
+    is_decoding = all(
+        done >= min(MIN_STEPS, length) for done, length in zip(usage.generated, chosen.output_lengths, strict=True)
+    )
+    now = time.perf_counter()
+    return now < deadline or not usage.num_tokens or (not is_decoding and now < deadline + PROMPT_SECONDS)
 
 
 def _late_step_seconds(times: list[float]) -> float:
