@@ -30,6 +30,7 @@ CARDS = {
     "awq-int4": "int4-AWQ",
     "rtn-fp8": "fp8",
 }
+ORGANISATION = "HuggingFaceTB"
 
 
 def main() -> None:
@@ -45,8 +46,7 @@ def main() -> None:
     else:
         found = measure(arguments.model, arguments.runs)
         (arguments.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    name = MODEL_NAME if arguments.model is None else Path(arguments.model).name
-    for path in write_cards(found, name, arguments.out):
+    for path in write_cards(found, arguments.model or f"{ORGANISATION}/{MODEL_NAME}", arguments.out):
         print(path)
 
 
@@ -81,7 +81,7 @@ def write_cards(found: dict[str, Any], model: str, folder: Path) -> list[Path]:
     """
     written = []
     for row in found["rows"]:
-        name = f"{model}-{CARDS[row['system']]}"
+        name = f"{Path(model).name}-{CARDS[row['system']]}"
         if row.get("recipe"):
             result = QuantizeResult(**row["recipe"] | {"out": name, "model": model})
             card = model_card(result, figures(row, found))

@@ -63,7 +63,8 @@ def model_card(result: QuantizeResult, measured: Mapping[str, str] | None = None
 
 {_loading(name, f"Also loaded by {_LOADED_BY[result.layout]}.")}
 """
-    base = None if Path(result.model).is_dir() else result.model
+    is_on_hub = "/" in result.model and not Path(result.model).is_dir()
+    base = result.model if is_on_hub else None
     return _card(text, [result.layout, f"{result.bits}-bit"], base)
 
 

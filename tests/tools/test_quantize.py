@@ -112,10 +112,10 @@ def test_what_goes_wrong_later_leaves_nothing(tiny_checkpoint: Path, tmp_path: P
         refused(r"needs about .* MB, and its disk has 1 MB free", recipe=Recipe("rtn"))
     with monkeypatch.context() as patched:
         patched.setattr(making, "gptq", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))
-        refused("", KeyboardInterrupt, recipe=Recipe("gptq"))
+        refused("^$", KeyboardInterrupt, recipe=Recipe("gptq"))
     with monkeypatch.context() as patched:
         patched.setattr("hf_paged.tools.model_card.model_card", lambda result: 1 / 0)
-        refused("", ZeroDivisionError, recipe=Recipe("rtn"))
+        refused("division", ZeroDivisionError, recipe=Recipe("rtn"))
 
 
 def test_an_empty_folder_is_filled(tiny_checkpoint: Path, tmp_path: Path):
@@ -223,6 +223,7 @@ def test_noise_is_of_the_size_that_is_asked_for_and_always_the_same(tiny_checkpo
     for name, weight in before.items():
         assert torch.equal(one[name], other[name])
         if weight.ndim > 1:
-            assert float(((one[name] - weight) / weight).std()) == pytest.approx(0.01, rel=0.1)
+            there = weight != 0
+            assert float((one[name][there] / weight[there]).std()) == pytest.approx(0.01, rel=0.1)
         else:
             assert torch.equal(one[name], weight)
