@@ -114,8 +114,8 @@ def _calls_of(model: nn.Module, layers: nn.ModuleList, window: torch.Tensor) -> 
 
     def before(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            place = 0 if args else "hidden_states"
-            states = args[0] if args else kwargs[place]
+            place: int | str = 0 if args else "hidden_states"
+            states = args[0] if args else kwargs["hidden_states"]
             if len(calls) != index or (index and states.data_ptr() != outputs[-1].data_ptr()):
                 raise NotSupportedError(
                     f"{type(model).__name__} does something else before its layer {index}, so that layers cannot be "

@@ -58,7 +58,7 @@ class Producer:
         """
         module = layer.get_submodule(self.module)
         rows = slice(self.start, self.start + len(factors))
-        weight = module.weight.data[rows]  # type: ignore[union-attr,index]
+        weight = module.weight.data[rows]  # type: ignore[index]
         if weight.ndim == 1:
             gain = weight + self.offset
             weight.copy_((gain / factors - self.offset).to(dtype))
@@ -67,7 +67,7 @@ class Producer:
         else:
             weight.div_(factors[:, None])
         if getattr(module, "bias", None) is not None:
-            module.bias.data[rows].div_(factors)  # type: ignore[union-attr,index]
+            module.bias.data[rows].div_(factors)  # type: ignore[index]
         return factors
 
 
@@ -134,7 +134,7 @@ class Scaling:
         """
         spread = self.spread(self.producer.divide(layer, factors, dtype))
         for name in self.linears:
-            layer.get_submodule(name).weight.data.mul_(spread)  # type: ignore[union-attr,operator]
+            layer.get_submodule(name).weight.data.mul_(spread)  # type: ignore[operator]
         return spread
 
 
@@ -240,7 +240,7 @@ def _widths(in_features: int, config: Any) -> Iterator[tuple[int, tuple[int, int
 def _holds(layer: nn.Module, scaling: Scaling, run: Run, expected: torch.Tensor, states: torch.Tensor) -> bool:
     """Whether a layer gives the same with random factors, and something else with them on one side only."""
     producer = layer.get_submodule(scaling.producer.module)
-    if producer.weight.shape[0] < scaling.producer.start + scaling.width:  # type: ignore[union-attr,operator,index]
+    if producer.weight.shape[0] < scaling.producer.start + scaling.width:  # type: ignore[index]
         return False
     generator = torch.Generator().manual_seed(0)
     factors = torch.exp(torch.rand(scaling.width, generator=generator) * 1.4 - 0.7).to(expected.device)
@@ -249,5 +249,5 @@ def _holds(layer: nn.Module, scaling: Scaling, run: Run, expected: torch.Tensor,
         if not is_unchanged(run(), expected, states):
             return False
         for name in scaling.linears:
-            layer.get_submodule(name).weight.data.div_(spread)  # type: ignore[union-attr,operator]
+            layer.get_submodule(name).weight.data.div_(spread)  # type: ignore[operator]
         return relative_error(run(), expected, states) > _TELLING * tolerance(expected.dtype)
