@@ -22,7 +22,8 @@ from .scalings import Run, Scaling, is_unchanged, restored
 
 logger = logging.getLogger(__name__)
 
-RATIOS = tuple(step / 20 for step in range(20))
+RATIOS = tuple(step / 10 for step in range(11))
+_BETWEEN = 0.05  # the best of them is tried that much lower and higher
 _LEAST = 1e-2  # of the mean magnitude: an input that is nearly always 0 must not take the whole range of factors
 
 
@@ -90,13 +91,21 @@ def best_factors(weight: torch.Tensor, scaling: Scaling, hessian: Hessian, round
     """
     magnitude = scaling.gather(hessian.magnitude().square()).sqrt()
     magnitude = magnitude.clamp(min=float(magnitude.mean()) * _LEAST)
-    best, least = torch.ones_like(magnitude), float("inf")
-    for ratio in RATIOS if float(magnitude.max()) > 0 else ():
+    best, least, best_ratio = torch.ones_like(magnitude), float("inf"), 0.0
+
+    def attempt(ratio: float) -> None:
+        nonlocal best, least, best_ratio
         factors = magnitude**ratio
         factors = factors / (factors.max() * factors.min()).sqrt()
         error = float(_rounding_errors(weight, scaling.spread(factors), hessian, rounding).sum())
         if error < least:
-            best, least = factors, error
+            best, least, best_ratio = factors, error, ratio
+
+    if float(magnitude.max()) > 0:
+        for ratio in RATIOS:
+            attempt(ratio)
+        for ratio in (best_ratio - _BETWEEN, best_ratio + _BETWEEN):
+            attempt(max(ratio, 0.0))
     return best
 
 

@@ -22,8 +22,11 @@ from ...modeling.patterns.observation import first_tensor
 States = list[torch.Tensor]
 
 
+_SHORT = 8  # tokens
+
+
 class _Reached(Exception):
-    """The forward has come to the first layer, which is all that it was for."""
+    """The forward has come to the layer that it was for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +96,20 @@ def observe_calls(model: nn.Module, layers: nn.ModuleList, windows: Sequence[tor
         layers (`torch.nn.ModuleList`):
             Its layers.
         windows (`Sequence[torch.Tensor]`):
-            Token ids, `[1, tokens]` each; two are looked at.
+            Token ids, `[1, tokens]` each, all of one length.
 
     Raises:
         NotSupportedError: If something happens between layers, or a layer is told more of a text than its states.
     """
-    first, second = (_calls_of(model, layers, window) for window in (windows[0], windows[-1]))
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        if not _equal((one.args, one.kwargs), (other.args, other.kwargs)):
+    short = windows[0][:, :_SHORT]
+    one, other = (_calls_of(model, layers, window) for window in (short, short.flip(1)))
+    for index, calls in enumerate(zip(one, other, strict=True)):
+        if not _equal(*((call.args, call.kwargs) for call in calls)):
             raise NotSupportedError(
                 f"Layer {index} of {type(model).__name__} is told more of a text than the states of the layer before, "
                 "so that layers cannot be called one after the other; `rtn` needs no calibration."
             )
-    return first
+    return _calls_of(model, layers, windows[0])
 
 
 def _calls_of(model: nn.Module, layers: nn.ModuleList, window: torch.Tensor) -> list[LayerCall]:
@@ -123,6 +127,8 @@ def _calls_of(model: nn.Module, layers: nn.ModuleList, window: torch.Tensor) -> 
                 )
             rest = (None, *args[1:]) if args else ()
             calls.append(LayerCall(rest, {key: value for key, value in kwargs.items() if key != place}, place))
+            if index == len(layers) - 1:
+                raise _Reached
 
         return hook
 
@@ -134,7 +140,8 @@ def _calls_of(model: nn.Module, layers: nn.ModuleList, window: torch.Tensor) -> 
         for index, layer in enumerate(layers):
             hooks.callback(layer.register_forward_pre_hook(before(index), with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(after).remove)
-        model(window, use_cache=False)
+        with contextlib.suppress(_Reached):
+            model(window, use_cache=False)
     return calls
 
 
