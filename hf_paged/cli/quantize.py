@@ -44,8 +44,13 @@ def quantize(
         ),
     ] = None,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="Zero in the middle of the codes: the fastest GPTQ kernels want that.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Zero in the middle of the codes, or where it is best: more exact, and not read by all.",
+            show_default="symmetric for rtn and fp8",
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(

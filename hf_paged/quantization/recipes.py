@@ -43,8 +43,9 @@ class Recipe:
         group_size (`int`, *optional*):
             Neighbouring inputs that share a scale; -1 for a whole row. None: the first of 128, 64 and 32 that divides
             all rows (8 bits of `rtn`: whole rows).
-        symmetric (`bool`, defaults to `False`):
-            Whether zero is in the middle of the codes. Some kernels of others want that.
+        symmetric (`bool`, *optional*):
+            Whether zero is in the middle of the codes: less exact, and what some kernels and loaders of others want.
+            None: for `rtn` and `fp8` only (Transformers' loader of packed weights knows no zero points).
 
     Raises:
         ConfigurationError: If the method has no such bits, or the group size makes no sense.
@@ -53,7 +54,7 @@ class Recipe:
     method: str
     bits: int = 4
     group_size: int | None = None
-    symmetric: bool = False
+    symmetric: bool | None = None
 
     def __post_init__(self):
         if self.method not in BITS:
@@ -67,10 +68,17 @@ class Recipe:
             raise ConfigurationError(f"`group_size` must be a multiple of 8, or -1 for whole rows, got {size}.")
         if self.method == "fp8" and size not in (None, WHOLE_ROW):
             raise ConfigurationError(f"`group_size` {size}: float8 weights have one scale a row; leave it out.")
+        if self.method == "fp8" and self.symmetric is False:
+            raise ConfigurationError("`symmetric` False: float8 weights have no zero points; leave it out.")
 
     @property
     def _bits(self) -> tuple[int, ...]:
         return BITS[self.method]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Returns whether zero is in the middle of the codes."""
+        return self.method in ("rtn", "fp8") if self.symmetric is None else self.symmetric
 
     @property
     def is_calibrated(self) -> bool:
@@ -104,7 +112,7 @@ class Recipe:
     def rounding(self) -> Rounding:
         """Returns onto which numbers weights are rounded; the group size must be known."""
         assert self.group_size is not None, "chosen by `for_rows`"
-        return Rounding(self.bits, self.group_size, self.symmetric, lowest_zero=int(self.method == "gptq"))
+        return Rounding(self.bits, self.group_size, self.is_symmetric, lowest_zero=int(self.method == "gptq"))
 
     def can_pack(self, out_features: int, in_features: int) -> bool:
         """Returns whether the layout has a place for a linear.

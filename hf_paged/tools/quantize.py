@@ -190,7 +190,7 @@ def quantize_checkpoint(
             method=made.recipe.method,
             bits=made.recipe.bits,
             group_size=made.recipe.group_size or -1,
-            symmetric=made.recipe.symmetric or made.recipe.method == "fp8",
+            symmetric=made.recipe.is_symmetric,
             layout=json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"],
             num_linears=len(made.linears),
             num_dense=len(made.dense),

@@ -20,8 +20,9 @@ from tests.quantization.test_formats import PROMPT, relative_error
 
 RECIPES = [
     Recipe("rtn", 4),
-    Recipe("rtn", 4, 16, symmetric=True),
+    Recipe("rtn", 4, 16, symmetric=False),
     Recipe("rtn", 8),
+    Recipe("rtn", 8, symmetric=False),
     Recipe("fp8", 8),
     Recipe("gptq", 4),
     Recipe("gptq", 4, 16, symmetric=True),
@@ -56,7 +57,7 @@ def by_hand(tensors: dict[str, torch.Tensor], recipe: Recipe, out: int, inputs: 
     if recipe.method == "rtn":
         numbers = numbers_of(held["weight_packed"], recipe.bits, inputs)
         zeros = np.full_like(held["weight_scale"], 1 << (recipe.bits - 1))
-        if not recipe.symmetric:
+        if not recipe.is_symmetric:
             zeros = numbers_of(held["weight_zero_point"].T.copy(), recipe.bits, out).T
         return (numbers - zeros[:, group]) * held["weight_scale"][:, group]
     if recipe.method == "gptq":
@@ -111,7 +112,7 @@ def test_a_model_errs_less_than_with_rounding_to_the_nearest(method):
     model, dense, plain = (tiny_model("llama") for _ in range(3))
     windows = texts(40)
     result = quantize_with(model, recipe, windows)
-    quantize_with(plain, Recipe("rtn", 4, 32), ())
+    quantize_with(plain, Recipe("rtn", 4, 32, symmetric=False), ())
     with torch.no_grad():
         right = torch.cat([dense(window).logits for window in windows])
         made_error, plain_error = (
@@ -166,6 +167,8 @@ def test_impossible_recipes_are_refused():
             Recipe("rtn", 4, size)
     with pytest.raises(ConfigurationError, match="float8 weights have one scale a row"):
         Recipe("fp8", 8, 128)
+    with pytest.raises(ConfigurationError, match="float8 weights have no zero points"):
+        Recipe("fp8", 8, symmetric=False)
 
 
 def test_group_sizes_are_chosen_to_divide_all_rows():

@@ -6,7 +6,8 @@
 
 Columns come in the order of how much their inputs matter; the grid of a group is found before, so that groups stay
 neighbours in the checkpoint ("static groups"). Source: Frantar et al., "GPTQ", arXiv 2210.17323. `optimum`'s
-GPTQQuantizer does the same where `gptqmodel` can be installed, which needs a compiler and a GPU's tools.
+GPTQQuantizer is not used: it needs gptqmodel, which is built from source, and for a newer torch than ours (7.7 wants
+2.14.1).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     DENSE: Variant(),
     **{scheme: Variant(quantize=scheme) for scheme in SCHEMES},
-    "rtn-int4": Variant(recipe=Recipe("rtn")),
+    "rtn-int4": Variant(recipe=Recipe("rtn", symmetric=False)),
     "gptq-int4": Variant(recipe=Recipe("gptq")),
     "awq-int4": Variant(recipe=Recipe("awq")),
     "rtn-int8": Variant(recipe=Recipe("rtn", 8)),
@@ -182,12 +182,13 @@ def _made(session: BenchSession, source: str, name: str, variant: Variant, folde
 
 def _describe_checkpoints(rows: list[dict[str, Any]]) -> str:
     made = {row["system"]: row["recipe"] for row in rows if row.get("recipe")}
-    sizes = {
-        name: "a scale a row" if recipe["group_size"] == -1 else f"groups of {recipe['group_size']}"
-        for name, recipe in made.items()
-    }
-    said = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+    said = ", ".join(f"{name} ({_groups(recipe)})" for name, recipe in made.items())
     return f"checkpoints of `hf-paged quantize`: {said}; the other rows are `quantize=` on load"
+
+
+def _groups(recipe: dict[str, Any]) -> str:
+    size = "a scale a row" if recipe["group_size"] == -1 else f"groups of {recipe['group_size']}"
+    return f"{size}, {'symmetric' if recipe['symmetric'] else 'asymmetric'}"
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
