@@ -94,6 +94,7 @@ def test_a_checkpoint_says_by_hand_what_the_model_computes_with(recipe, tmp_path
     assert torch.equal(answer, dense.generate(PROMPT, max_new_tokens=6, do_sample=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 def test_other_families_load_and_compute_what_their_codes_say(method, family, tmp_path):

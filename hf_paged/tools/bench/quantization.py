@@ -16,7 +16,7 @@ from ...quantization.on_load import SCHEMES
 from ...quantization.recipes import Recipe
 from ..noisy_copy import write_noisy_copy
 from ..perplexity import english_windows
-from ..quantize import QuantizeJob, quantize_checkpoint
+from ..quantize import NUM_SAMPLES, QuantizeJob, quantize_checkpoint
 from .fresh_process import measure_in_fresh_process
 from .report import Column, Report, mebibytes, milliseconds, one_decimal
 from .session import BENCHMARKS, BenchSession
@@ -175,7 +175,8 @@ def _made(session: BenchSession, source: str, name: str, variant: Variant, folde
     if variant.recipe is None:
         return source, {}
     session.log(f"making {name}")
-    result = quantize_checkpoint(QuantizeJob(source, folder / name, variant.recipe))
+    samples = min(NUM_SAMPLES, session.options.count or NUM_SAMPLES)
+    result = quantize_checkpoint(QuantizeJob(source, folder / name, variant.recipe, num_samples=samples))
     recipe = dataclasses.asdict(result) | {"out": name, "model": session.path}
     return str(folder / name), {"recipe": recipe, "making_seconds": result.seconds}
 
