@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hf_paged import AutoPagedModelForCausalLM, ConfigurationError, NotSupportedError, PagedConfig
 from hf_paged.quantization.linear import QuantizedLinear
 from hf_paged.quantization.making import choose_linears, quantize_with
 from hf_paged.quantization.recipes import BITS, Recipe
+from hf_paged.tools.english import calibration_texts, evaluation_texts, token_windows
 from tests.families import tiny_model
 from tests.quantization.dense import dense_model
 from tests.quantization.packers import numbers_of
@@ -179,3 +181,34 @@ def test_group_sizes_are_chosen_to_divide_all_rows():
     assert Recipe("rtn").for_rows([72]).group_size == -1
     assert Recipe("rtn", 8).for_rows([128]).group_size == -1
     assert Recipe("rtn", 8, 64).for_rows([128]).group_size == 64
+
+
+@pytest.mark.slow
+def test_layers_of_a_real_model_err_less_on_text_that_was_not_looked_at(real_model_path, real_tokenizer):
+    """The first two layers; their weights carry noise, since they were 4-bit once."""
+    calibration = token_windows(real_tokenizer, calibration_texts(), 128, 8)
+    windows = [torch.tensor([window]) for window in token_windows(real_tokenizer, evaluation_texts(), 128, 4)]
+
+    def layers(recipe: Recipe | None) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(real_model_path, dtype=torch.float32)
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=generator))
+        if recipe is not None:
+            texts = [torch.tensor([window]) for window in calibration] if recipe.is_calibrated else ()
+            quantize_with(model, recipe, texts)
+        with torch.no_grad():
+            return [model.model(window).last_hidden_state for window in windows]
+
+    dense = layers(None)
+    errors = {
+        method: sum(
+            float((found - right).square().sum())
+            for found, right in zip(layers(Recipe(method, 4, 64, symmetric=False)), dense, strict=True)
+        )
+        for method in ("rtn", "gptq", "awq")
+    }
+    assert errors["gptq"] < 0.6 * errors["rtn"] and errors["awq"] < 0.8 * errors["rtn"], errors
