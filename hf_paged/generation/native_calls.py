@@ -98,8 +98,9 @@ class _SmallCall:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         x, weight = self._unit.hidden.of(args, kwargs), module._parameters["weight"]
-        is_alike = isinstance(x, torch.Tensor) and weight is not None and x.device == weight.device
-        if not is_alike or (x.dtype != weight.dtype and not is_packed(weight)):
+        if weight is None or not isinstance(x, torch.Tensor) or x.device != weight.device:
+            return type(module).forward(module, *args, **kwargs)
+        if x.dtype != weight.dtype and not is_packed(weight):
             return type(module).forward(module, *args, **kwargs)
         return run_small(self._unit, self._operators, x)
 

@@ -18,6 +18,7 @@ import torch
 from ..cache.step_cache import StepCache
 from ..kernels.base import PagedAttentionBackend
 from ..modeling.layer_groups import LayerGroup
+from ..modeling.packed_linear import inputs_not_rounded
 from ..modeling.patterns.plain import DTYPES
 from .native_calls import NativeCalls
 from .native_inspection import inspect
@@ -107,7 +108,7 @@ class NativeLayers:
     def _look(self, model: torch.nn.Module) -> _Found:
         structure, obstacles = StructureWatch(model), ObstacleWatch(model)  # changes meanwhile are seen later
         logger.info("Comparing native operators with the model's own layers ...")
-        with evaluating(model), one_thread_if_small(model):
+        with evaluating(model), one_thread_if_small(model), inputs_not_rounded(model):
             blocked = obstacles.blocked()
             try:
                 inspection = inspect(model, *self._arguments)

@@ -150,7 +150,8 @@ def replace_experts(model: nn.Module, headers: Mapping[str, TensorInfo], make_li
                 holder.add_module(projection, make_linear(f"{name}.{expert}.{projection}", rows, columns))
             module.add_module(str(expert), holder)
         kind = type(module)
-        module._projections = names  # type: ignore[assignment]
+        module._projections = names
+        module._is_hf_initialized = True  # its class would draw its two tensors
         module.__class__ = type(f"Quantized{kind.__name__}", (QuantizedExperts, kind), {})
         replaced.append(name)
     return replaced

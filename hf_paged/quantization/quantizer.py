@@ -114,10 +114,10 @@ class PagedQuantizer(HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for name, module in list(quantized_linears(model)):
-            dense = nn.Linear(1, 1, bias=False, device="meta")
-            dense.in_features, dense.out_features = module.in_features, module.out_features
+            dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
             dense.weight = nn.Parameter(module.dequantize().to(dtype or torch.float32), requires_grad=False)
-            dense.register_parameter("bias", module.bias)
+            if module.bias is not None:
+                dense.bias = module.bias
             model.set_submodule(name, dense)
         return model
 

@@ -175,7 +175,7 @@ def write_checkpoint(
     tensors: Tensors = {}
     quantized = set()
     for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head" or module.out_features == 1:
             continue
         own = packer if not _by_name(packer) else packer(name)
         if own is None:
@@ -204,6 +204,7 @@ def write_checkpoint(
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
     model.generation_config.save_pretrained(folder)
+    model.set_experts_implementation("eager")  # the others know no float64
     return model
 
 

@@ -201,3 +201,13 @@ def test_both_versions_of_gptq_mean_the_same_weights_vllm_26343(tmp_path):
     weights = [model.get_submodule(name).dequantize() for model in models]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(first.get_submodule(name).weight, second.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", torch.bfloat16])
+def test_what_is_computed_in_is_chosen_at_load(dtype: str | torch.dtype, tmp_path):
+    config, packer = CASES["gptq, 4 bits"]
+    packers.write_checkpoint(tmp_path, config, packer, dtype=torch.float16)
+    model = AutoPagedModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, paged_config=PagedConfig(num_blocks=32))
+    right = {"auto": torch.float16, "float32": torch.float32}.get(dtype, dtype)
+    assert model.dtype == right and model(PROMPT).logits.dtype == right
+    assert model.model.layers[0].mlp.up_proj.scales.dtype == torch.float16, "scales are those of the checkpoint"

@@ -215,8 +215,10 @@ def test_tokens_of_zeros_and_of_no_numbers_stay_by_themselves_in_int8(level: str
         assert bool((result[tokens] == 0).all()) and bool(result[tokens + 1 :].isnan().all())
 
 
-def test_int8_rows_share_no_product_with_others(level: str):
-    x = torch.randn(2, 64)
+def test_activations_are_not_rounded_where_int8_rows_share_a_product_with_others(level: str):
+    torch.manual_seed(0)
     int8, plain = pack_rows(numbers(Codes.W8A8, 8, 64, 1)), torch.randn(8, 64)
-    with pytest.raises(RuntimeError, match="cannot share a product"):
-        native.linears(x, [int8, plain])
+    for tokens in (2, 20):
+        x = torch.randn(tokens, 64)
+        expected = x.double() @ torch.cat([dequantized(int8, 64), plain]).double().T
+        assert relative_error(native.linears(x, [int8, plain]), expected) < 1e-6

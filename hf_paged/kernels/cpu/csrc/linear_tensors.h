@@ -1,5 +1,7 @@
 // From torch's tensors to the parts of a linear.
 #pragma once
+#include <initializer_list>
+
 #include "linear.h"
 #include "op.h"
 
@@ -54,11 +56,12 @@ inline LinearPart linear_part(const Tensor& weight, const Tensor* bias, int64_t 
   return part;
 }
 
-// Parts of one product have their activations quantized, or none of them has.
-inline void check_parts(const LinearPart* parts, int num_parts) {
-  for (int i = 1; i < num_parts; i++)
-    STD_TORCH_CHECK((parts[i].dtype == DType::w8a8) == (parts[0].dtype == DType::w8a8),
-                    "linear: int8 rows for int8 activations and others cannot share a product");
+// Parts of one product have their activations quantized all together, or not at all: the rows are those of q8.
+inline void agree_on_activations(std::initializer_list<LinearPart*> parts) {
+  bool all = true;
+  for (const LinearPart* part : parts) all = all && part->dtype == DType::w8a8;
+  for (LinearPart* part : parts)
+    if (!all && part->dtype == DType::w8a8) part->dtype = DType::q8;
 }
 
 }  // namespace hf_paged

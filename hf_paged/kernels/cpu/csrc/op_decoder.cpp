@@ -127,8 +127,7 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
     l.k = reader.linear(K_WEIGHT, K_BIAS, hidden_size);
     l.v = reader.linear(V_WEIGHT, V_BIAS, hidden_size);
     l.o = reader.linear(O_WEIGHT, O_BIAS, l.num_query_heads * l.value_dim);
-    const LinearPart firsts[] = {l.q, l.k, l.v};
-    check_parts(firsts, 3);
+    agree_on_activations({&l.q, &l.k, &l.v});
     STD_TORCH_CHECK(l.q.num_rows == l.num_query_heads * l.key_dim && l.k.num_rows == l.num_kv_heads * l.key_dim &&
                         l.v.num_rows == l.num_kv_heads * l.value_dim,
                     "decoder_layers: q, k and v do not fit the heads");
@@ -146,8 +145,7 @@ DecoderLayer read_layer(const LayerReader& reader, Reader<int64_t> ints, Reader<
     if (l.gated) l.gate = reader.linear(GATE_WEIGHT, GATE_BIAS, hidden_size);
     l.up = reader.linear(UP_WEIGHT, UP_BIAS, hidden_size);
     l.down = reader.linear(DOWN_WEIGHT, DOWN_BIAS, l.up.num_rows);
-    const LinearPart firsts[] = {l.up, l.gate};
-    check_parts(firsts, l.gated ? 2 : 1);
+    if (l.gated) agree_on_activations({&l.gate, &l.up});
     STD_TORCH_CHECK(!l.gated || l.gate.num_rows == l.up.num_rows, "decoder_layers: gate and up must have equal rows");
   }
   return l;

@@ -24,7 +24,8 @@ Tensor linear_op(Tensor x, std::vector<Tensor> weights, std::vector<std::optiona
     a.parts[i] = linear_part(weights[i], biases[i].has_value() ? &*biases[i] : nullptr, a.k);
     num_columns += a.parts[i].num_rows;
   }
-  check_parts(a.parts, a.num_parts);
+  if (a.num_parts == 2) agree_on_activations({&a.parts[0], &a.parts[1]});
+  if (a.num_parts == 3) agree_on_activations({&a.parts[0], &a.parts[1], &a.parts[2]});
   if (gated) {
     STD_TORCH_CHECK(a.parts[0].num_rows == a.parts[1].num_rows, "linear: gate and up must have equal rows");
     num_columns = a.parts[0].num_rows;
