@@ -223,4 +223,6 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     if type(one) is dict:
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (int, float, str)):
+        return one == other
     return one is other or type(one) is type(other)
