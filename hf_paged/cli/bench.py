@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,27 @@ from ..tools.bench import BENCHMARK_HELP
 from . import exits
 from .examples import examples
 from .help import Command, command_with, flags_of, style
+from .options import gathered, keyword
 from .usage import UsageError, refuse_unknown
 
 PLOT_HELP = "Draw the figures into a file: .png, .svg or .pdf. Needs matplotlib (the extra `bench`)."
 PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wrong name lists what there is."
+
+_NOISE = typer.Option(
+    metavar="SHARE",
+    min=0.0,
+    max=1.0,
+    help="Of a copy whose weights carry noise of this share of each, seeded: 0.01 undoes that they were 4-bit once.",
+)
+_ONLY = typer.Option(metavar="NAMES", help="Only these rows, separated by commas; a wrong name lists what there is.")
+# Flags that one benchmark has alone.
+_MORE = {
+    "quantization": [
+        keyword("noise", Annotated[float | None, _NOISE]),
+        keyword("only", Annotated[str | None, _ONLY]),
+    ]
+}
+_EXAMPLE_FLAGS = {"quantization": "--only gptq-int4 --noise 0.01 --runs 1 --count 2"}
 
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",
@@ -56,6 +73,8 @@ def _make_command(name: str) -> Callable[..., None]:
         ] = "auto",
         plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
         picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
+        *,
+        more: dict[str, Any],
     ) -> None:
         from ..tools.bench.plots import check_target, check_writable, choose_picture, plot_report
 
@@ -85,6 +104,7 @@ def _make_command(name: str) -> Callable[..., None]:
             dtype=dtype,
             config=config,
             log=lambda message: log.print(message, highlight=False, markup=False),
+            **more,
         )
         report = run_benchmark(name, options)
         report.print(output_console())
@@ -94,13 +114,12 @@ def _make_command(name: str) -> Callable[..., None]:
             plot_report(report.to_dict(), plot, picture)
             log.print(f"written: {plot}", highlight=False, markup=False)
 
-    return command
+    return gathered(command, "more", _MORE.get(name, []))
 
 
 for _name, _help in BENCHMARK_HELP.items():
-    app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
-        _make_command(_name)
-    )
+    _example = f"hf-paged bench {_name} {_EXAMPLE_FLAGS.get(_name, '--runs 1 --count 2')}"
+    app.command(_name, help=_help, epilog=examples(_example), cls=Command)(_make_command(_name))
 
 
 @app.command(
