@@ -55,7 +55,7 @@ def _wrong_usage() -> Iterator[None]:
 
 
 def _make_command(name: str) -> Callable[..., None]:
-    def command(
+    def command(  # noqa: PLR0913 - an option each
         model: Annotated[
             str | None,
             typer.Option(metavar="PATH_OR_ID", help="A model folder or hub id instead of the packaged model."),
