@@ -76,7 +76,7 @@ def take_over(name_or_path: str | os.PathLike, kwargs: dict[str, Any]) -> dict[s
         if _original_of(values) is None:
             return kwargs
         # What the model is to be computed in is no field of its configuration: "auto" would become one.
-        dtypes = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+        dtypes: dict[str, Any] = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
         rest = {name: value for name, value in kwargs.items() if name not in dtypes}
         config, rest = AutoConfig.from_pretrained(name_or_path, return_unused_kwargs=True, **rest)
         kwargs = {**hub, **rest, **dtypes}
