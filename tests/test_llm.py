@@ -474,8 +474,8 @@ def test_reserved_arguments_are_refused(llm, model):
         LLM(model, tokenizer=TOKENIZER, quantization="awq")
     with pytest.raises(NotSupportedError, match="`tensor_parallel_size` 2"):
         LLM(model, tokenizer=TOKENIZER, tensor_parallel_size=2)
-    with pytest.raises(NotSupportedError, match="kv_cache_dtype"):
-        LLM(model, tokenizer=TOKENIZER, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigurationError, match="`kv_cache_dtype` must be one of auto, fp8,"):
+        LLM(model, tokenizer=TOKENIZER, kv_cache_dtype="int4")
 
 
 # --------------------------------------------------------------------------------------- making one

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import AttentionBypassedError, UnsupportedModelError
 from ..kernels.base import PagedAttentionBackend
 from ..kernels.metadata import PagedAttentionMetadata
+from ..kernels.quantized_blocks import Blocks
 from ..kernels.reference import attention_weights
 from ..modeling.attention_patches.latent import LAYER_ATTRIBUTE
 
@@ -82,9 +83,9 @@ class StepLayerSpec:
             Its index in the model.
         group_idx (`int`):
             The layer group whose block tables it uses.
-        key_cache (`torch.Tensor`):
+        key_cache (`Blocks`):
             `[num_blocks, num_kv_heads, block_size, Dk]`.
-        value_cache (`torch.Tensor`):
+        value_cache (`Blocks`):
             `[num_blocks, num_kv_heads, block_size, Dv]`.
         window (`int`, *optional*):
             The sliding window that the model's configuration gives it.
@@ -92,8 +93,8 @@ class StepLayerSpec:
 
     layer_idx: int
     group_idx: int
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    key_cache: Blocks
+    value_cache: Blocks
     window: int | None
 
 

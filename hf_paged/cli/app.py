@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, chat, complete, demo, env, generate, info, run_batch, serve, transformers_serve
+from . import bench, chat, complete, demo, env, generate, info, quantize, run_batch, serve, transformers_serve
 from .examples import examples
 from .exits import MEANINGS
 from .help import Command, style
@@ -37,6 +37,7 @@ app.command(context_settings=transformers_serve.PASS_ON, epilog=transformers_ser
     transformers_serve.transformers_serve
 )
 app.add_typer(bench.app, name="bench")
+app.command(epilog=quantize.EXAMPLES, cls=Command)(quantize.quantize)
 app.command(epilog=info.EXAMPLES, cls=Command)(info.info)
 app.command(epilog=demo.EXAMPLES, cls=Command)(demo.demo)
 app.command(epilog=env.EXAMPLES, cls=Command)(env.env)

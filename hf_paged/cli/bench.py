@@ -5,19 +5,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..configuration import KV_CACHE_DTYPES, PagedConfig
 from ..errors import ConfigurationError, UnknownNameError
 from ..tools.bench import BENCHMARK_HELP
 from . import exits
 from .examples import examples
 from .help import Command, command_with, flags_of, style
+from .options import gathered, keyword
 from .usage import UsageError, refuse_unknown
 
 PLOT_HELP = "Draw the figures into a file: .png, .svg or .pdf. Needs matplotlib (the extra `bench`)."
 PICTURE_HELP = "Another picture than the main one, such as pool or memory; a wrong name lists what there is."
+
+_NOISE = typer.Option(
+    metavar="SHARE",
+    min=0.0,
+    max=1.0,
+    help="Of a copy whose weights carry noise of this share of each, seeded: 0.01 undoes that they were 4-bit once.",
+)
+_ONLY = typer.Option(metavar="NAMES", help="Only these rows, separated by commas; a wrong name lists what there is.")
+# Flags that one benchmark has alone.
+_MORE = {
+    "quantization": [
+        keyword("noise", Annotated[float | None, _NOISE]),
+        keyword("only", Annotated[str | None, _ONLY]),
+    ]
+}
+_EXAMPLE_FLAGS = {"quantization": "--only gptq-int4 --noise 0.01 --runs 1 --count 2"}
 
 app = typer.Typer(
     help="Measure speed and memory, alone or beside stock Transformers.",
@@ -37,7 +55,7 @@ def _wrong_usage() -> Iterator[None]:
 
 
 def _make_command(name: str) -> Callable[..., None]:
-    def command(
+    def command(  # noqa: PLR0913 - an option each
         model: Annotated[
             str | None,
             typer.Option(metavar="PATH_OR_ID", help="A model folder or hub id instead of the packaged model."),
@@ -50,13 +68,19 @@ def _make_command(name: str) -> Callable[..., None]:
         count: Annotated[int | None, typer.Option(min=1, help="Another number of requests.")] = None,
         dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
         attn_backend: Annotated[str | None, typer.Option(metavar="NAME", help="An attention backend by name.")] = None,
+        kv_cache_dtype: Annotated[
+            str, typer.Option(metavar="NAME", help=f"How K/V are stored: {', '.join(KV_CACHE_DTYPES)}.")
+        ] = "auto",
         plot: Annotated[Path | None, typer.Option(metavar="FILE", help=PLOT_HELP)] = None,
         picture: Annotated[str | None, typer.Option(metavar="NAME", help=PICTURE_HELP)] = None,
+        *,
+        more: dict[str, Any],
     ) -> None:
         from ..tools.bench.plots import check_target, check_writable, choose_picture, plot_report
 
         # Before the measurement, and before torch is loaded for it.
         with _wrong_usage():
+            config = PagedConfig(attn_backend=attn_backend, kv_cache_dtype=kv_cache_dtype)
             choose_picture(name, picture)
             if plot is not None:
                 check_target(plot)
@@ -66,7 +90,6 @@ def _make_command(name: str) -> Callable[..., None]:
             from ..serving.preflight import check_model
 
             check_model(model)
-        from ..configuration import PagedConfig
         from ..tools.bench.report import log_console, output_console, write_json
         from ..tools.bench.session import BenchOptions, run_benchmark
         from .logs import quiet_transformers
@@ -79,8 +102,9 @@ def _make_command(name: str) -> Callable[..., None]:
             runs=runs,
             count=count,
             dtype=dtype,
-            config=PagedConfig(attn_backend=attn_backend),
+            config=config,
             log=lambda message: log.print(message, highlight=False, markup=False),
+            **more,
         )
         report = run_benchmark(name, options)
         report.print(output_console())
@@ -90,13 +114,12 @@ def _make_command(name: str) -> Callable[..., None]:
             plot_report(report.to_dict(), plot, picture)
             log.print(f"written: {plot}", highlight=False, markup=False)
 
-    return command
+    return gathered(command, "more", _MORE.get(name, []))
 
 
 for _name, _help in BENCHMARK_HELP.items():
-    app.command(_name, help=_help, epilog=examples(f"hf-paged bench {_name} --runs 1 --count 2"), cls=Command)(
-        _make_command(_name)
-    )
+    _example = f"hf-paged bench {_name} {_EXAMPLE_FLAGS.get(_name, '--runs 1 --count 2')}"
+    app.command(_name, help=_help, epilog=examples(_example), cls=Command)(_make_command(_name))
 
 
 @app.command(

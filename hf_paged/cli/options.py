@@ -81,8 +81,8 @@ def takes_model(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Read settings of the model and the engine from a file; its keys are the names of flags.",
         rich_help_panel=MODEL_GROUPS[0],
     )
-    added.append(_keyword("config", Annotated[Path | None, config]))
-    return _gathered(command, "engine", added)
+    added.append(keyword("config", Annotated[Path | None, config]))
+    return gathered(command, "engine", added)
 
 
 def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +95,8 @@ def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     added = []
     for name, (kind, metavar, text) in _SAMPLING_FLAGS.items():
         option = typer.Option(flag(name), metavar=metavar, help=text, rich_help_panel=_SAMPLING, show_default=False)
-        added.append(_keyword(name, Annotated[kind | None, option]))
-    return _gathered(command, "sampling", added)
+        added.append(keyword(name, Annotated[kind | None, option]))
+    return gathered(command, "sampling", added)
 
 
 def _parameters(field: dataclasses.Field, text: str) -> list[inspect.Parameter]:
@@ -108,23 +108,40 @@ def _parameters(field: dataclasses.Field, text: str) -> list[inspect.Parameter]:
         on = typer.Option(name, help=text, hidden=field.default is True, **words)
         off = typer.Option(f"--no-{name[2:]}", help=f"Turns off: {text}", hidden=field.default is False, **words)
         return [
-            _keyword(field.name, Annotated[bool | None, on]),
-            _keyword(_NO + field.name, Annotated[bool | None, off]),
+            keyword(field.name, Annotated[bool | None, on]),
+            keyword(_NO + field.name, Annotated[bool | None, off]),
         ]
     if how.get("choices"):
         text += f" One of {', '.join(how['choices'])}."
     if field.default not in (None, ""):
         text += f" (default: {field.default})"
     option = typer.Option(name, *how.get("flags", ()), metavar=how.get("metavar", "VALUE"), help=text, **words)
-    return [_keyword(field.name, Annotated[str | None, option])]
+    return [keyword(field.name, Annotated[str | None, option])]
 
 
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+def keyword(name: str, annotation: Any) -> inspect.Parameter:
+    """Returns a flag for `gathered`, that need not be given.
+
+    Args:
+        name (`str`):
+            The argument's name.
+        annotation (`Any`):
+            Its type, with the option.
+    """
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _gathered(command: Callable[..., Any], name: str, added: list[inspect.Parameter]) -> Callable[..., Any]:
-    """A command with further flags in its signature, which Typer reads; they are handed on as one dictionary."""
+def gathered(command: Callable[..., Any], name: str, added: list[inspect.Parameter]) -> Callable[..., Any]:
+    """Returns a command with further flags in its signature, which Typer reads; it gets those given as one dictionary.
+
+    Args:
+        command (`Callable`):
+            The command.
+        name (`str`):
+            Its keyword argument that gets the dictionary.
+        added (`list[inspect.Parameter]`):
+            The flags, keyword only.
+    """
     own = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in own.parameters.values() if parameter.name != name] + added
     names = [parameter.name for parameter in added]

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..kernels import describe_backends, select_backend
 from ..kernels.cpu.threads import limit_threads, pin_threads_if_requested
-from ..modeling.layer_groups import inspect_configuration, num_embeddings
+from ..modeling.layer_groups import inspect_configuration, num_embeddings, stored_as
 from .admission import (
     Limits,
     bad_words_ids,
@@ -98,14 +98,15 @@ class Engine(StepDriver):
         policy = SCHEDULING_POLICIES.get(self.config.scheduling_policy)
         inspect_configuration(model)
         with evaluating(model), enough_memory(model):
-            self._groups = find_layers(model)
+            plain = find_layers(model)  # of what they store, quantized or not, the checks of the model know nothing
+            self._groups = stored_as(plain, self.config.kv_cache_dtype)
             if self._groups[0].device.type == "cpu":
                 limit_threads()
             block_size = default_block_size(self.config)
             spec = attention_spec(self._groups, block_size, self.config.batch_invariant)
             self.backend = select_backend(spec, self.config.attn_backend)
             rejected = {d.name: d.reason for d in describe_backends(spec) if d.reason and d.name != self.backend.name}
-            check_against_stock(model, self._groups, self.backend, block_size)
+            check_against_stock(model, plain, self.backend, block_size)
             self.plan = make_plan(
                 model,
                 self._groups,
@@ -114,12 +115,10 @@ class Engine(StepDriver):
                 rejected_backends=rejected,
                 needs=step_needs(model, self._groups, self.backend, self.config),
             )
-        self._native = native_layers(model, self._groups, self.backend, self.plan)
+        self._native = native_layers(model, plain, self.backend, self.plan)
         if self._native is not None:
             self.plan = dataclasses.replace(self.plan, native=self._native.inspection.describe())
-        self._compiled = compiled_parts(
-            model, self._groups, self.backend, self.plan, self.config, self._native, self._note
-        )
+        self._compiled = compiled_parts(model, plain, self.backend, self.plan, self.config, self._native, self._note)
         if self._compiled is not None:
             self.plan = dataclasses.replace(self.plan, compiled=self._compiled.describe())
         self.plan = with_graphs(self.plan, self.config, self.backend)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ..cache.memory import allocate
+from ..kernels.quantized_blocks import SCALE_DTYPE, Blocks, QuantizedBlocks, tensors_of
 from ..kernels.triton import device as gpu
 from ..modeling.layer_groups import LayerGroup
 
@@ -19,7 +21,8 @@ class KVPool:
 
     Keys and values of one shape lie in one tensor `[caches, num_blocks, num_kv_heads, block_size, head_dim]`, so that
     clearing and copying blocks is one operation for all of them. Where Triton's kernels run, copies are one launch for
-    layers of any shapes.
+    layers of any shapes. Quantized ones lie there as bytes, beside their scales in tensors
+    `[caches, num_blocks, num_kv_heads, block_size]`, which are cleared and copied with them.
 
     Args:
         group (`LayerGroup`):
@@ -35,13 +38,17 @@ class KVPool:
         # In turn the keys and values of each layer.
         shapes = [(layer.num_kv_heads, dim) for layer in group.layers for dim in (layer.key_dim, layer.value_dim)]
         counts = collections.Counter(shapes)
+        dtype = first.dtype if first.cache_dtype is None else torch.int8
         self._slabs = allocate(
-            [(count, num_blocks, heads, block_size, dim) for (heads, dim), count in counts.items()],
-            first.dtype,
-            first.device,
+            [(count, num_blocks, heads, block_size, dim) for (heads, dim), count in counts.items()], dtype, first.device
         )
-        parts = {shape: iter(slab.unbind(0)) for shape, slab in zip(counts, self._slabs, strict=True)}
-        caches = [next(parts[shape]) for shape in shapes]
+        tensors = _dealt(self._slabs, list(counts), shapes)
+        caches: list[Blocks] = [*tensors]
+        if first.cache_dtype is not None:
+            scales = allocate([slab.shape[:-1] for slab in self._slabs], SCALE_DTYPE, first.device)
+            codes = [tensor.view(first.cache_dtype) for tensor in tensors]
+            caches = [*map(QuantizedBlocks, codes, _dealt(scales, list(counts), shapes))]
+            self._slabs += scales
         self.keys, self.values = caches[0::2], caches[1::2]
         self.num_bytes = sum(slab.nbytes for slab in self._slabs)
         self._copier: Copier | None = None  # looked for at the first copy
@@ -87,12 +94,18 @@ class KVPool:
                 source.
         """
         if not self._has_looked:
-            self._has_looked, self._copier = True, _triton_copier([*self.keys, *self.values])
+            self._has_looked, self._copier = True, _triton_copier(tensors_of(*self.keys, *self.values))
         if self._copier is not None:
             self._copier(pairs)
             return
         for slab in self._slabs:
             slab.index_copy_(1, pairs[1], slab.index_select(1, pairs[0]))
+
+
+def _dealt(slabs: Sequence[torch.Tensor], kinds: Sequence[Any], wanted: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns the parts of slabs, each of one kind, in the order in which they are wanted."""
+    parts = {kind: iter(slab.unbind(0)) for kind, slab in zip(kinds, slabs, strict=True)}
+    return [next(parts[kind]) for kind in wanted]
 
 
 def _clear_at_once(slabs: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from .. import compat
 from ..cache.step_cache import StepCache, StepLayerSpec
 from ..errors import EngineClosedError
 from ..kernels.base import PagedAttentionBackend
+from ..kernels.quantized_blocks import picked
 from ..modeling.layer_groups import LayerGroup
 from .graphs.decode import DecodeGraphs
 from .graphs.watch import GraphWatch
@@ -348,14 +349,16 @@ class ModelRunner:
                 How many of its tokens.
 
         Returns:
-            Per layer keys `[num_kv_heads, num_tokens, Dk]` and values `[num_kv_heads, num_tokens, Dv]`.
+            Per layer keys `[num_kv_heads, num_tokens, Dk]` and values `[num_kv_heads, num_tokens, Dv]`, in the model's
+            dtype.
         """
         count = -(-num_tokens // self.batch.block_size)
         indices = [torch.tensor(ids[:count], device=self.staging.device) for ids in block_ids]
+        dtype = self.cache.backend.spec.dtype
         copies = []
         for layer in self.cache.layers:
             key, value = (
-                cache.index_select(0, indices[layer.spec.group_idx]).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+                picked(cache, indices[layer.spec.group_idx], dtype).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
                 for cache in (layer.spec.key_cache, layer.spec.value_cache)
             )
             copies.append((key, value))

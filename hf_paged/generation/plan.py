@@ -185,6 +185,7 @@ def attention_spec(groups: tuple[LayerGroup, ...], block_size: int, batch_invari
         device_type=widest.device.type,
         block_size=block_size,
         features=features,
+        cache_dtype=widest.cache_dtype,
     )
 
 
@@ -258,7 +259,7 @@ def make_plan(
     return EnginePlan(
         model=type(model).__name__,
         device=str(device),
-        dtype=str(groups[0].layers[0].dtype).removeprefix("torch."),
+        dtype=str(groups[0].layers[0].cache_dtype or groups[0].layers[0].dtype).removeprefix("torch."),
         attn_backend=attn_backend,
         rejected_backends=rejected_backends,
         call_layout="tiles" if config.batch_invariant else "flat",

@@ -10,6 +10,7 @@ import torch
 
 from ..registry import Registry
 from .metadata import PagedAttentionMetadata
+from .quantized_blocks import Blocks, write_rows
 
 BACKENDS: Registry[type[PagedAttentionBackend]] = Registry("attention backend")
 
@@ -28,13 +29,15 @@ class AttentionSpec:
         value_dim (`int`):
             Size of a value head (Dv).
         dtype (`torch.dtype`):
-            Dtype of queries, K/V and output.
+            Dtype of queries, output and, unless they are quantized, K/V.
         device_type (`str`):
             `"cpu"`, `"cuda"`, ...
         block_size (`int`):
             Tokens per block.
         features (`frozenset[str]`):
             Of `"window"`, `"softcap"`, `"sinks"`, `"alibi"`, `"lse"`, `"batch_invariant"`.
+        cache_dtype (`torch.dtype`, *optional*):
+            Dtype of the codes of quantized K/V.
     """
 
     num_query_heads: int
@@ -45,6 +48,7 @@ class AttentionSpec:
     device_type: str
     block_size: int
     features: frozenset[str] = frozenset()
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Capabilities:
         max_group_bytes (`int`, *optional*):
             Largest size of the queries of one token that read one K/V head, both their number and the head's size
             rounded up to powers of two.
+        cache_dtypes (`frozenset[torch.dtype]`, defaults to none):
+            Dtypes of the codes of quantized K/V that it stores and reads; see `quantized_blocks.py`.
     """
 
     device_types: frozenset[str]
@@ -76,6 +82,7 @@ class Capabilities:
     max_head_dim: int | None = None
     separate_value_dim: bool = True
     max_group_bytes: int | None = None
+    cache_dtypes: frozenset[torch.dtype] = frozenset()
 
     def missing(self, spec: AttentionSpec) -> str | None:
         """Returns why a backend with these capabilities cannot serve a model, or `None` if it can.
@@ -88,6 +95,8 @@ class Capabilities:
             return f"runs on {', '.join(sorted(self.device_types))}, not on {spec.device_type}"
         if spec.dtype not in self.dtypes:
             return f"has no {spec.dtype}"
+        if spec.cache_dtype is not None and spec.cache_dtype not in self.cache_dtypes:
+            return f"has no K/V in {spec.cache_dtype}"
         if not spec.features <= self.features:
             return f"has no {', '.join(sorted(spec.features - self.features))}"
         if self.block_sizes is not None and spec.block_size not in self.block_sizes:
@@ -133,6 +142,8 @@ class PagedAttentionBackend(abc.ABC):
     K/V tensors of a layer are contiguous, of the shape `[num_blocks, num_kv_heads, block_size, head_dim]`:
 
         key_cache[block_id, head] = | slot 0: Dk numbers | slot 1 | ... | slot block_size - 1 |
+
+    A backend that declares `cache_dtypes` may be given `QuantizedBlocks` in their place.
 
     A backend sets, next to `name` and `capabilities`, its `priority` (where several fit, the highest is taken) and
     `automatic_devices` (device types on which it is taken without being asked for by name; `None` means all it
@@ -187,8 +198,8 @@ class PagedAttentionBackend(abc.ABC):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
     ) -> None:
         """Writes new keys and values into their slots.
@@ -198,23 +209,23 @@ class PagedAttentionBackend(abc.ABC):
                 `[num_tokens, num_kv_heads, Dk]`, any strides.
             value (`torch.Tensor`):
                 `[num_tokens, num_kv_heads, Dv]`, any strides.
-            key_cache (`torch.Tensor`):
+            key_cache (`Blocks`):
                 `[num_blocks, num_kv_heads, block_size, Dk]`, contiguous.
-            value_cache (`torch.Tensor`):
+            value_cache (`Blocks`):
                 `[num_blocks, num_kv_heads, block_size, Dv]`, contiguous.
             metadata (`PagedAttentionMetadata`):
                 The call's slots; keeps the row numbers that all layers share.
         """
         rows = slot_rows(metadata, key_cache.shape[1])
         for new, cache in ((key, key_cache), (value, value_cache)):
-            cache.view(-1, cache.shape[3]).index_copy_(0, rows, new.reshape(-1, cache.shape[3]))
+            write_rows(cache, rows, new.reshape(-1, cache.shape[3]))
 
     @abc.abstractmethod
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
         *,
         scale: float,
@@ -229,9 +240,9 @@ class PagedAttentionBackend(abc.ABC):
         Args:
             query (`torch.Tensor`):
                 `[num_tokens, num_query_heads, Dk]`, any strides.
-            key_cache (`torch.Tensor`):
+            key_cache (`Blocks`):
                 `[num_blocks, num_kv_heads, block_size, Dk]`.
-            value_cache (`torch.Tensor`):
+            value_cache (`Blocks`):
                 `[num_blocks, num_kv_heads, block_size, Dv]`.
             metadata (`PagedAttentionMetadata`):
                 Lengths and block tables of the call.

@@ -10,6 +10,7 @@ import torch
 
 from .base import PagedAttentionBackend
 from .metadata import PagedAttentionMetadata
+from .quantized_blocks import Blocks
 
 # In the order of the native operator.
 TENSORS = (
@@ -155,9 +156,9 @@ class LayerArguments:
         tensors (`Sequence[torch.Tensor | None]`):
             Its tensors, in the order of `TENSORS`: weights as in `nn.Linear`, or `[blocks, rows, in]` where the rows
             of an interleaved projection come in blocks; sinks and slopes of any dtype.
-        key_cache (`torch.Tensor`, *optional*):
+        key_cache (`Blocks`, *optional*):
             `[num_blocks, num_kv_heads, block_size, Dk]`; none without attention.
-        value_cache (`torch.Tensor`, *optional*):
+        value_cache (`Blocks`, *optional*):
             `[num_blocks, num_kv_heads, block_size, Dv]`.
         prepared (`Any`, *optional*):
             What an implementation made of all this in the first call with it, for those that follow. It must not
@@ -166,8 +167,8 @@ class LayerArguments:
 
     shape: LayerShape
     tensors: Sequence[torch.Tensor | None]
-    key_cache: torch.Tensor | None = None
-    value_cache: torch.Tensor | None = None
+    key_cache: Blocks | None = None
+    value_cache: Blocks | None = None
     prepared: Any = None
 
     def named(self) -> dict[str, torch.Tensor | None]:

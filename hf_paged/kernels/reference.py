@@ -8,6 +8,7 @@ import torch
 
 from .base import BACKENDS, Capabilities, PagedAttentionBackend
 from .metadata import PagedAttentionMetadata
+from .quantized_blocks import ALL_DTYPES, Blocks, picked
 
 QUERY_TILE = 8
 KEY_TILE = 64
@@ -28,13 +29,14 @@ class ReferenceBackend(PagedAttentionBackend):
         device_types=frozenset({"cpu", "cuda", "xpu", "mps"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         features=frozenset({"window", "softcap", "sinks", "alibi", "lse", "batch_invariant"}),
+        cache_dtypes=ALL_DTYPES,
     )
 
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
         *,
         scale: float,
@@ -78,14 +80,14 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _context(
-    cache: torch.Tensor, metadata: PagedAttentionMetadata, request: int, seq_len: int, dtype: torch.dtype
+    cache: Blocks, metadata: PagedAttentionMetadata, request: int, seq_len: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Returns a request's keys or values, `[num_kv_heads, padded length, head_dim]`, zeros past the context."""
     _, num_kv_heads, block_size, head_dim = cache.shape
     num_blocks = -(-seq_len // block_size)
-    blocks = cache[metadata.block_tables[request, :num_blocks].long()]
+    blocks = picked(cache, metadata.block_tables[request, :num_blocks].long(), dtype)
     length = _round_up(_round_up(seq_len, QUERY_TILE), KEY_TILE)
-    context = cache.new_zeros(num_kv_heads, length, head_dim, dtype=dtype)
+    context = blocks.new_zeros(num_kv_heads, length, head_dim)
     context[:, :seq_len] = blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :seq_len]
     return context
 
@@ -131,7 +133,7 @@ def _combine(
 
 def attention_weights(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
+    key_cache: Blocks,
     block_table: torch.Tensor,
     first_position: int,
     *,
@@ -144,7 +146,7 @@ def attention_weights(
     Args:
         query (`torch.Tensor`):
             `[tokens, num_query_heads, Dk]`, of consecutive positions.
-        key_cache (`torch.Tensor`):
+        key_cache (`Blocks`):
             `[num_blocks, num_kv_heads, block_size, Dk]`, with the keys of these tokens in it.
         block_table (`torch.Tensor`):
             The request's blocks.
@@ -164,7 +166,7 @@ def attention_weights(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     num_keys = first_position + len(query)
-    blocks = key_cache[block_table[: -(-num_keys // block_size)].long()]
-    keys = blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :num_keys].to(dtype)
+    blocks = picked(key_cache, block_table[: -(-num_keys // block_size)].long(), dtype)
+    keys = blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :num_keys]
     scores = _scores(query.to(dtype), keys, first_position, scale, window, softcap, None)
     return torch.softmax(scores, dim=-1).flatten(0, 1).to(query.dtype)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from .base import BACKENDS, AttentionSpec, Capabilities, PagedAttentionBackend
 from .metadata import PagedAttentionMetadata
+from .quantized_blocks import ALL_DTYPES, Blocks, as_bytes, numbers, split
 from .torch_plan import Gathered, PlanBuilder, QuerySlice
 
 
@@ -28,6 +29,7 @@ class TorchSDPABackend(PagedAttentionBackend):
         device_types=frozenset({"cpu", "cuda", "xpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         features=frozenset({"window", "softcap", "sinks", "alibi", "lse"}),
+        cache_dtypes=ALL_DTYPES,
     )
 
     def __init__(self, spec: AttentionSpec):
@@ -37,8 +39,8 @@ class TorchSDPABackend(PagedAttentionBackend):
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
         *,
         scale: float,
@@ -56,8 +58,8 @@ class TorchSDPABackend(PagedAttentionBackend):
         output = query.new_empty(num_tokens, num_heads, value_dim)
         lse = query.new_empty(num_tokens, num_heads, dtype=_float(query.dtype)) if return_lse else None
         for gathered in plan:
-            keys = self._gather("keys", key_cache, gathered)
-            values = self._gather("values", value_cache, gathered)
+            keys = self._gather("keys", key_cache, gathered, query.dtype)
+            values = self._gather("values", value_cache, gathered, query.dtype)
             for part in gathered.queries:
                 q = query[part.tokens].unflatten(0, (gathered.num_requests, -1)).transpose(1, 2)
                 k, v = keys[:, :, part.keys], values[:, :, part.keys]
@@ -87,20 +89,27 @@ class TorchSDPABackend(PagedAttentionBackend):
             metadata.prepared[key] = PlanBuilder(metadata, num_kv_heads, window, score_bytes, unmasked).build()
         return metadata.prepared[key]
 
-    def _gather(self, name: str, cache: torch.Tensor, gathered: Gathered) -> torch.Tensor:
-        """Copies the requests' blocks into a workspace: `[num_requests, num_kv_heads, num_keys, head_dim]`.
-
-        The workspace is kept, because the pages of a fresh one would have to be faulted in every time.
-        """
+    def _gather(self, name: str, cache: Blocks, gathered: Gathered, dtype: torch.dtype) -> torch.Tensor:
+        """Copies the requests' blocks into a workspace: `[num_requests, num_kv_heads, num_keys, head_dim]`."""
         _, num_kv_heads, block_size, head_dim = cache.shape
-        width = block_size * head_dim
-        size = len(gathered.rows) * width
+        codes, scales = split(cache)
+        if scales is None:
+            blocks = self._picked(name, codes.view(-1, block_size * head_dim), gathered.rows)
+        else:
+            blocks = self._picked(name, as_bytes(codes).view(-1, block_size * head_dim), gathered.rows)
+            blocks = blocks.view(codes.dtype).view(-1, block_size, head_dim)
+            blocks = numbers(blocks, scales.view(-1, block_size).index_select(0, gathered.rows), dtype)
+        return blocks.view(gathered.num_requests, num_kv_heads, -1, head_dim)
+
+    def _picked(self, name: str, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The workspace is kept, because the pages of a fresh one would have to be faulted in every time."""
+        width = rows.shape[1]
+        size = len(wanted) * width
         workspace = self._workspaces.get(name)
-        if workspace is None or workspace.numel() < size or workspace.dtype != cache.dtype:
-            workspace = self._workspaces[name] = torch.empty(size, dtype=cache.dtype, device=cache.device)
+        if workspace is None or workspace.numel() < size or workspace.dtype != rows.dtype:
+            workspace = self._workspaces[name] = torch.empty(size, dtype=rows.dtype, device=rows.device)
         into = workspace[:size].view(-1, width)
-        torch.index_select(cache.view(-1, width), 0, gathered.rows, out=into)
-        return into.view(gathered.num_requests, num_kv_heads, -1, head_dim)
+        return torch.index_select(rows, 0, wanted, out=into)
 
 
 def attend_fused(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
+from ..kernels.quantized_blocks import SCALE_DTYPE, cache_dtype
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Names of configuration fields whose presence means that attention is more than keys, values and a window.
@@ -36,13 +37,15 @@ class LayerSpec:
         value_dim (`int`):
             Dv.
         dtype (`torch.dtype`):
-            Dtype of the stored keys and values.
+            Dtype of the keys and values, as attention is given them.
         device (`torch.device`):
             Where the layer runs.
         window (`int`, *optional*):
             Its sliding window.
         features (`frozenset[str]`):
             What else its attention needs of a backend (`"window"`, `"softcap"`, `"sinks"`).
+        cache_dtype (`torch.dtype`, *optional*):
+            Dtype of their codes, if they are stored quantized.
     """
 
     layer_idx: int
@@ -54,11 +57,13 @@ class LayerSpec:
     device: torch.device
     window: int | None
     features: frozenset[str] = frozenset()
+    cache_dtype: torch.dtype | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        """Returns the bytes of one token's keys and values, with their scales."""
+        head = (self.key_dim + self.value_dim) * (self.cache_dtype or self.dtype).itemsize
+        return self.num_kv_heads * (head if self.cache_dtype is None else head + 2 * SCALE_DTYPE.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,21 @@ class LayerGroup:
     def device(self) -> torch.device:
         """Returns the device that the layers are on."""
         return self.layers[0].device
+
+
+def stored_as(groups: tuple[LayerGroup, ...], kv_cache_dtype: str) -> tuple[LayerGroup, ...]:
+    """Returns groups whose keys and values are stored as a setting asks for.
+
+    Args:
+        groups (`tuple[LayerGroup, ...]`):
+            The groups.
+        kv_cache_dtype (`str`):
+            `"auto"`, or the name of a dtype of codes.
+    """
+    codes = cache_dtype(kv_cache_dtype)
+    return tuple(
+        LayerGroup(tuple(dataclasses.replace(layer, cache_dtype=codes) for layer in group.layers)) for group in groups
+    )
 
 
 def inspect_configuration(model: Any) -> None:

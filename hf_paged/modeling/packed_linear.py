@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,13 +11,33 @@ from torch import nn
 
 from ..kernels.cpu import linear as native
 from ..kernels.packed_rows import Codes, dequantized, packed_linear
+from ..kernels.triton import device
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@functools.cache
+def operator_of(device_type: str) -> Multiply:
+    """Returns what multiplies with packed rows on a kind of device: plain torch where there is nothing better.
+
+    Args:
+        device_type (`str`):
+            `"cpu"`, `"cuda"`, ...
+    """
+    if device_type == "cpu" and native.load():
+        return native.linear
+    if device_type == "cuda" and device.unavailable_reason() is None:
+        from ..kernels.triton.packed_linear import packed_linear as on_triton  # takes long, and is not needed on a CPU
+
+        return on_triton
+    return packed_linear
 
 
 class PackedLinear(nn.Module):
     """`x @ weight.T + bias` with a weight in packed rows (see `kernels/packed_rows.py`).
 
-    On the CPU the native operators read the rows as they lie; elsewhere, and where gradients of x are asked for, the
-    weight is dequantized at every call.
+    The native operators of the CPU and the Triton kernel on GPUs read the rows as they lie; without them, and where
+    gradients of x are asked for, the weight is dequantized at every call.
 
     Args:
         in_features (`int`):
@@ -79,9 +100,9 @@ class PackedLinear(nn.Module):
             `torch.Tensor`: `[..., out_features]` in x's dtype.
         """
         x = x if self.order is None else x[..., self.order]
-        needs_gradient = torch.is_grad_enabled() and x.requires_grad
-        is_native = x.device.type == "cpu" and x.dtype in native.DTYPES and not needs_gradient and native.load()
-        return (native.linear if is_native else packed_linear)(x, self.weight, self.bias)
+        has_operator = x.dtype in native.DTYPES and not (torch.is_grad_enabled() and x.requires_grad)
+        multiply = operator_of(x.device.type) if has_operator else packed_linear
+        return multiply(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Returns what `print(model)` shows."""

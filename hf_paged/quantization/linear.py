@@ -130,14 +130,14 @@ def _packed(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]
     kind = _kind_of(weight)
     out_features, in_features = weight.codes.shape
     num_groups = weight.scale.shape[1]
-    if kind is None or weight.codes.device.type != "cpu" or not can_pack(in_features, num_groups):
+    if kind is None or not can_pack(in_features, num_groups):
         return None
     groups, order = weight.groups(), None
     if num_groups > 1:
         size = in_features // num_groups
         if not bool((groups.bincount(minlength=num_groups) == size).all()):
             return None
-        if not bool((groups == torch.arange(in_features) // size).all()):
+        if not bool((groups == torch.arange(in_features, device=groups.device) // size).all()):
             order = groups.argsort(stable=True)
     codes = weight.codes if order is None else weight.codes[:, order]
     scale = weight.scale.float().expand(out_features, num_groups)

@@ -75,8 +75,11 @@ def take_over(name_or_path: str | os.PathLike, kwargs: dict[str, Any]) -> dict[s
             return kwargs  # a folder of adapters, or nothing: Transformers knows what to say
         if _original_of(values) is None:
             return kwargs
-        config, kwargs = AutoConfig.from_pretrained(name_or_path, return_unused_kwargs=True, **kwargs)
-        kwargs = {**hub, **kwargs}
+        # What the model is to be computed in is no field of its configuration: "auto" would become one.
+        dtypes: dict[str, Any] = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+        rest = {name: value for name, value in kwargs.items() if name not in dtypes}
+        config, rest = AutoConfig.from_pretrained(name_or_path, return_unused_kwargs=True, **rest)
+        kwargs = {**hub, **rest, **dtypes}
     original = _original_of(config)
     if original is None:
         return kwargs

@@ -82,6 +82,18 @@ def quantize_model(model: Any, scheme: str) -> None:
         assert linear is not None, "all linears are targets"
         model.set_submodule(name, quantized(module, linear, write(module.weight)))
     _pack_tied_embeddings(model, head)
+    mark_quantized(model, config)
+
+
+def mark_quantized(model: Any, config: dict[str, Any]) -> None:
+    """Tells a model whose linears have been replaced that it is quantized, so that it is saved as such.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model.
+        config (`dict[str, Any]`):
+            The `quantization_config` of its checkpoint.
+    """
     model.config.quantization_config = PagedQuantizationConfig(config)
     model.hf_quantizer = PagedQuantizer(model.config.quantization_config, pre_quantized=True)
     model.is_quantized = True

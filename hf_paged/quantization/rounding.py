@@ -20,11 +20,14 @@ class Rounding:
             Neighbouring inputs that share a scale; -1: all of a row.
         symmetric (`bool`):
             Whether zero stays in the middle of the codes, or each group has a zero point of its own.
+        lowest_zero (`int`, defaults to 0):
+            The least zero point; 1 where a layout stores them less one.
     """
 
     bits: int
     group_size: int
     symmetric: bool
+    lowest_zero: int = 0
 
     @property
     def zero(self) -> int:
@@ -50,7 +53,11 @@ class Rounding:
             return scale, torch.full_like(scale, self.zero)
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scale = _kept((high - low) / highest, dtype)
-        return scale, (-low / scale).round().clamp(0, highest)
+        zero = (-low / scale).round()
+        if self.lowest_zero:  # the codes above a zero that is raised reach less far
+            reaching = _kept(high / (highest - self.lowest_zero), dtype)
+            scale = torch.where(zero < self.lowest_zero, torch.maximum(scale, reaching), scale)
+        return scale, zero.clamp(self.lowest_zero, highest)
 
     def codes(self, groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Returns the nearest codes.

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ..configuration import PagedConfig
+from ..configuration import KV_CACHE_DTYPES, PagedConfig
 from ..errors import ConfigurationError
 
 _MODEL, _ENGINE, _SCHEDULING = "Model", "Engine and K/V cache", "Scheduling and limits"
@@ -77,7 +77,8 @@ class ServerSettings:
         cpu_kv_cache_gib (`float`, *optional*):
             GiB of K/V pool on a CPU. By default what the requests can need, at most a quarter of the free memory.
         kv_cache_dtype (`str`, defaults to `"auto"`):
-            Only auto: K/V are stored in the model's dtype.
+            auto stores K/V in the model's dtype, the others a byte for each number and a float16 scale for each token
+            and head: about twice the tokens per GiB. fp8 is fp8_e4m3.
         enable_prefix_caching (`bool`, defaults to `True`):
             Keep the blocks of finished requests and reuse them for prompts with the same beginning.
         attn_backend (`str`, *optional*):
@@ -221,7 +222,7 @@ class ServerSettings:
     num_blocks: int | None = _in(_ENGINE, None, flags=("--num-gpu-blocks-override",), metavar="N")
     gpu_memory_utilization: float = _in(_ENGINE, 0.9, metavar="SHARE")
     cpu_kv_cache_gib: float | None = _in(_ENGINE, None, metavar="GIB")
-    kv_cache_dtype: str = _in(_ENGINE, "auto", metavar="NAME")
+    kv_cache_dtype: str = _in(_ENGINE, "auto", choices=KV_CACHE_DTYPES)
     enable_prefix_caching: bool = _in(_ENGINE, True)
     attn_backend: str | None = _in(_ENGINE, None, flags=("--attention-backend",), metavar="NAME")
     enforce_eager: bool = _in(_ENGINE, False)

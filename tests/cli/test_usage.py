@@ -114,6 +114,7 @@ def test_completion_scripts_can_be_shown(shell, capsys, monkeypatch):
         (["chat", "--demo", "--top-k", "many"], "Invalid value for '--top-k'", "hf-paged chat"),
         (["chat", "m", "--demo"], "not both", "hf-paged chat"),
         (["chat", "m", "--dtype", "int3"], "`--dtype` must be one of", "hf-paged"),
+        (["bench", "step", "--kv-cache-dtype", "int4"], "`kv_cache_dtype` must be one of auto, fp8,", "hf-paged"),
         (["chat", "m", "--num-blocks", "few"], "`--num-blocks` must be a whole number", "hf-paged"),
         (["chat", "m", "--api-key", "k"], "--base-url", "hf-paged"),
         (

@@ -15,7 +15,7 @@ from tests.documentation.pages import DOCS
 TEXT = (DOCS / "quickstart_vllm.md").read_text(encoding="utf-8")
 # What is said to `LLM` and to the server alike; what is said for a single call or prompt is tested with `LLM`.
 OF_CALLS = {"lora_request", "multi_modal_data"}
-VALUES = {"kv_cache_dtype": "fp8", "quantization": "awq", "runner": "pooling", "cpu_offload_gb": "4"}
+VALUES = {"quantization": "awq", "runner": "pooling", "cpu_offload_gb": "4"}
 
 
 def first_column(title: str) -> list[list[str]]:
@@ -37,7 +37,7 @@ def value_of(name: str) -> list[str]:
 
 
 def test_the_page_names_what_is_missing():
-    assert {"tensor_parallel_size", "enable_lora", "speculative_config", "kv_cache_dtype"} <= set(missing_settings())
+    assert {"tensor_parallel_size", "enable_lora", "speculative_config"} <= set(missing_settings())
 
 
 @pytest.mark.parametrize("name", missing_settings())
@@ -60,6 +60,7 @@ def test_flags_that_are_the_same_are_taken():
         "--gpu-memory-utilization": "0.5",
         "--max-model-len": "2k",
         "--dtype": "bfloat16",
+        "--kv-cache-dtype": "fp8",
         "--scheduling-policy": "priority",
         "--uvicorn-log-level": "warning",
         "--load-format": "auto",

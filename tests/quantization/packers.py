@@ -33,6 +33,15 @@ def words_of(numbers: np.ndarray, bits: int) -> np.ndarray:
     return np.array(rows, dtype=np.uint32).view(np.int32)
 
 
+def numbers_of(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The inverse of `words_of`: the first numbers of each row."""
+    rows = []
+    for row in words.view(np.uint32).tolist():
+        stream = sum(word << (32 * place) for place, word in enumerate(row))
+        rows.append([(stream >> (place * bits)) & ((1 << bits) - 1) for place in range(count)])
+    return np.array(rows)
+
+
 def _draw(random: np.random.Generator, bits: int, out: int, inputs: int, groups: int):
     numbers = random.integers(0, 1 << bits, (out, inputs))
     zeros = random.integers(0, 1 << bits, (out, groups))

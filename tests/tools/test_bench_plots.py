@@ -17,7 +17,7 @@ from benchmarks.serving import compare
 from hf_paged.cli import exits, main
 from hf_paged.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 from hf_paged.generation.stats import EngineStats
-from hf_paged.tools.bench import comparison, concurrency, kernels, memory, plots, serve, start, step
+from hf_paged.tools.bench import comparison, concurrency, kernels, memory, plots, quantization, serve, start, step
 from hf_paged.tools.bench.baseline_process import NoAnswerError
 from hf_paged.tools.bench.baselines import BaselineResult
 from hf_paged.tools.bench.engine_run import EngineRun
@@ -111,6 +111,30 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step, "measure_long_queue", lambda: 0.001)
     monkeypatch.setattr(start, "measure_in_fresh_process", fake_start)
     fake_kernels(monkeypatch)
+    fake_quantization(monkeypatch)
+
+
+def fake_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized weights of which each kind is half as large as the one before, and as fast."""
+
+    def measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        factor = 0.5 if settings["quantize"] else 1.0
+        return {
+            "model_bytes": 256 * MIB * factor,
+            "growth_bytes": 300 * MIB * factor,
+            "seconds_per_token": 0.02 * factor,
+            "output_tokens_per_s": 400.0,
+            "every_seconds_per_token": [0.02 * factor, 0.021 * factor],
+            "every_output_tokens_per_s": [400.0, 390.0],
+            "perplexity": 20.0 + (1 - factor),
+            "perplexity_tokens": 20_440,
+        }
+
+    monkeypatch.setattr(BenchSession, "tokenizer", None)
+    monkeypatch.setattr(quantization, "english_windows", lambda tokenizer: ([[1, 2]], "some English text"))
+    monkeypatch.setattr(quantization.library, "load", lambda: True)
+    monkeypatch.setattr(quantization, "_made", lambda session, source, *rest: (source, {}))
+    monkeypatch.setattr(quantization, "measure_in_fresh_process", measure)
 
 
 def fake_start(name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +252,16 @@ def test_the_foot_says_what_was_measured_on():
         assert words in shown
     assert "other processes ran beside it" in shown
     assert "other processes" not in texts(draw(report | {"load_average": [0.5]}))
+
+
+def test_quantized_weights_have_their_size_quality_and_speed():
+    report = report_of("quantization", only="int8", compare=None)
+    size, lost, one, many = draw(report).axes
+    assert bar_ends(size) == [256, 128] and bar_ends(lost) == [0, 2.5]
+    assert bar_ends(one) == [20, 10] and bar_ends(many) == [400, 400]
+    shown = texts(size.figure)
+    assert "20.500 (+2.50%)" in shown and "some English text" in shown and "noise" not in shown
+    assert "1.0% of noise" in texts(draw(report | {"noise": 0.01}))
 
 
 def test_speed_has_a_bar_for_each_system_and_compares_it():

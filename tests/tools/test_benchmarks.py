@@ -36,7 +36,7 @@ def options(model: Path, **changes) -> BenchOptions:
 
 
 # Those have tests of their own: they take no requests.
-OTHERS = {"kernels", "start"}
+OTHERS = {"kernels", "quantization", "start"}
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARK_HELP if name not in OTHERS])

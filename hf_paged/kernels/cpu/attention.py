@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from ..quantized_blocks import Blocks, split
 from . import library
 
 
@@ -20,7 +21,7 @@ def load() -> bool:
 
 def paged_attention(
     query: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[Blocks, Blocks],
     block_tables: torch.Tensor,
     lengths: tuple[torch.Tensor, torch.Tensor],
     scale: float,
@@ -40,10 +41,10 @@ def paged_attention(
 
     Args:
         query (`torch.Tensor`):
-            `[num_tokens, num_query_heads, Dk]`, float32 or of the caches' dtype.
-        caches (`tuple[torch.Tensor, torch.Tensor]`):
+            `[num_tokens, num_query_heads, Dk]`, float32 or of the caches' dtype, any of three if they are quantized.
+        caches (`tuple[Blocks, Blocks]`):
             Keys and values, contiguous `[num_blocks, num_kv_heads, block_size, Dk or Dv]`, float32, bfloat16 or
-            float16.
+            float16, or quantized.
         block_tables (`torch.Tensor`):
             int32 `[num_requests, max_blocks]`.
         lengths (`tuple[torch.Tensor, torch.Tensor]`):
@@ -71,9 +72,13 @@ def paged_attention(
     """
     if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
         query = query.contiguous()
+    (keys, key_scales), (values, value_scales) = map(split, caches)
     return torch.ops.hf_paged.paged_attention(
         query,
-        *caches,
+        keys,
+        values,
+        key_scales,
+        value_scales,
         block_tables,
         *lengths,
         scale,

@@ -7,6 +7,7 @@ import torch
 from ...errors import ConfigurationError
 from ..base import BACKENDS, Capabilities, PagedAttentionBackend
 from ..metadata import PagedAttentionMetadata
+from ..quantized_blocks import ALL_DTYPES, Blocks
 from . import attention, library
 
 
@@ -20,6 +21,7 @@ class NativeCPUBackend(PagedAttentionBackend):
         device_types=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         features=frozenset({"window", "softcap", "sinks", "alibi", "lse"}),
+        cache_dtypes=ALL_DTYPES,
     )
 
     @classmethod
@@ -35,8 +37,8 @@ class NativeCPUBackend(PagedAttentionBackend):
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
         *,
         scale: float,

@@ -9,6 +9,7 @@ import torch
 
 from ..layers import TENSORS, LayerArguments
 from ..metadata import PagedAttentionMetadata
+from ..quantized_blocks import split
 from . import library
 
 _IN_FLOAT32 = (TENSORS.index("sinks"), TENSORS.index("alibi_slopes"))
@@ -41,7 +42,7 @@ def decoder_layers(
     tensors: list[torch.Tensor | None] = []
     ints: list[int] = []
     floats: list[float] = []
-    keys, values = [], []
+    caches: tuple[list[torch.Tensor], ...] = ([], [], [], [])  # keys, their scales, values, their scales
     for layer in layers:
         tensors += layer.tensors
         for place in _IN_FLOAT32:
@@ -50,8 +51,9 @@ def decoder_layers(
         ints += layer.shape.ints  # type: ignore[attr-defined]
         floats += layer.shape.floats  # type: ignore[attr-defined]
         if layer.key_cache is not None and layer.value_cache is not None:
-            keys.append(layer.key_cache)
-            values.append(layer.value_cache)
+            for tensor, found in zip((*split(layer.key_cache), *split(layer.value_cache)), caches, strict=True):
+                if tensor is not None:
+                    found.append(tensor)
     empty = torch.empty(0)
     given = (empty,) * 4
     if metadata is not None:
@@ -59,7 +61,7 @@ def decoder_layers(
     dtype = hidden.dtype
     if not layers[0].shape.is_block:
         hidden = hidden.to(torch.float32)
-    output = torch.ops.hf_paged.decoder_layers(hidden, tensors, ints, floats, cos, sin, keys, values, *given)
+    output = torch.ops.hf_paged.decoder_layers(hidden, tensors, ints, floats, cos, sin, *caches, *given)
     return output.to(dtype)
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from ..quantized_blocks import Blocks, split
 from . import library
 
 MAX_ROTARY_DIM = 1024
@@ -126,7 +127,7 @@ def rope_store(
     value: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
     layout: RopeLayout,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[Blocks, Blocks],
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Rotates queries and keys, and writes keys and values into their slots.
@@ -144,8 +145,9 @@ def rope_store(
             positions, whose queries and keys are only copied.
         layout (`RopeLayout`):
             How the model pairs numbers and angles.
-        caches (`tuple[torch.Tensor, torch.Tensor]`):
-            Keys and values, `[num_blocks, num_kv_heads, block_size, head_dim]` of one dtype, written in place.
+        caches (`tuple[Blocks, Blocks]`):
+            Keys and values, `[num_blocks, num_kv_heads, block_size, head_dim]` of one dtype, written in place;
+            quantized ones have heads of at most 1024.
         slot_mapping (`torch.Tensor`):
             int64 `[tokens]`, contiguous: `block_id * block_size + offset`, or a negative number for a token that is
             not stored. No slot may occur twice.
@@ -158,8 +160,17 @@ def rope_store(
     """
     lead = query.shape[:-2]
     cos, sin = (None, None) if angles is None else (_table(angles[0], lead), _table(angles[1], lead))
+    (keys, key_scales), (values, value_scales) = map(split, caches)
     rotated = torch.ops.hf_paged.rope_store(
-        _heads(query), _heads(key), _heads(value), cos, sin, *caches, slot_mapping, *layout.arguments()
+        *map(_heads, (query, key, value)),
+        cos,
+        sin,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        slot_mapping,
+        *layout.arguments(),
     )
     return rotated.view(query.shape)
 

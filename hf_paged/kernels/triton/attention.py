@@ -10,7 +10,7 @@ import torch
 from ..metadata import PagedAttentionMetadata
 from .configs import BLOCK_SIZES, MAX_HEAD_DIM, LaunchConfig, launch_config, padded, split_count
 from .device import device_traits
-from .launching import NEEDS_SM_89, check, check_dtype, on_device, register_limit
+from .launching import check, check_codes, check_dtype, on_device, register_limit
 from .layer_cache import LayerCache
 from .paged_attention import paged_attention_kernel
 from .reduce import merge_parts
@@ -252,13 +252,12 @@ def _check_shapes(query: torch.Tensor, cache: LayerCache) -> None:
 def _check(query: torch.Tensor, cache: LayerCache) -> None:
     check_dtype("query", query)
     _check_shapes(query, cache)
-    quantized = (torch.int8, torch.float8_e4m3fn)
     for name, tensor in (("keys", cache.keys), ("values", cache.values)):
-        check_dtype(name, tensor, quantized if cache.is_quantized else (query.dtype,))
+        if cache.is_quantized:
+            check_codes(name, tensor)
+        else:
+            check_dtype(name, tensor, (query.dtype,))
     check(
         (cache.key_scales is None) == (cache.value_scales is None),
         "a quantized cache needs `key_scales` and `value_scales`, a plain one neither.",
     )
-    if cache.keys.dtype in NEEDS_SM_89:
-        architecture = "sm_89" if not query.is_cuda else device_traits(query.device).architecture
-        check(architecture != "sm_80", f"{cache.keys.dtype} needs a GPU of sm_89 or newer; sm_80 has torch.int8.")

@@ -7,6 +7,7 @@ import torch
 
 from ..base import BACKENDS, Capabilities, PagedAttentionBackend
 from ..metadata import PagedAttentionMetadata
+from ..quantized_blocks import ALL_DTYPES, Blocks
 from . import device
 from .configs import BLOCK_SIZES, MAX_GROUP_BYTES, MAX_HEAD_DIM, MIN_KEYS_PER_SPLIT
 from .layer_cache import LayerCache
@@ -18,7 +19,7 @@ class TritonBackend(PagedAttentionBackend):
     """One block-table kernel for decoding and prefill; on a CPU only under Triton's interpreter, for tests.
 
     What the decoding requests of a step share is read once; `prepare` finds it by the step's block tables on the host,
-    if it has them, and keeps it in `metadata.prepared`. Quantized K/V go through `attention.paged_attention`.
+    if it has them, and keeps it in `metadata.prepared`.
     """
 
     name = "triton"
@@ -33,6 +34,7 @@ class TritonBackend(PagedAttentionBackend):
         block_sizes=BLOCK_SIZES,
         max_head_dim=MAX_HEAD_DIM,
         max_group_bytes=MAX_GROUP_BYTES,
+        cache_dtypes=ALL_DTYPES,
     )
 
     @classmethod
@@ -60,21 +62,21 @@ class TritonBackend(PagedAttentionBackend):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
     ) -> None:
         """See `PagedAttentionBackend.store`; tokens with negative slots are padding and go nowhere."""
         from .cache import rope_store
 
         # In one launch, as native layers do it, with a query head that nobody needs.
-        rope_store(key[:, :1], key, value, None, None, LayerCache(key_cache, value_cache), metadata.slot_mapping)
+        rope_store(key[:, :1], key, value, None, None, LayerCache.of(key_cache, value_cache), metadata.slot_mapping)
 
     def attend(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        key_cache: Blocks,
+        value_cache: Blocks,
         metadata: PagedAttentionMetadata,
         *,
         scale: float,
@@ -90,7 +92,7 @@ class TritonBackend(PagedAttentionBackend):
 
         output, lse = paged_attention(
             query,
-            LayerCache(key_cache, value_cache),
+            LayerCache.of(key_cache, value_cache),
             metadata,
             Scoring(scale, window, softcap, sinks, alibi_slopes),
             return_lse=return_lse,

@@ -1,7 +1,7 @@
 """What is written into K/V blocks: new keys and values, rotated and perhaps quantized, and copies of blocks.
 
 A quantized cache (see `layer_cache.py`) has one float16 scale per slot and head: the largest number of a head is stored
-as 127 (int8) or 448 (fp8). A head that holds a NaN or an infinity gets a scale that makes all of it NaN.
+as 127 (int8) or 448 (float8). A head that holds a NaN or an infinity gets a scale that makes all of it NaN.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import torch
 
 from ..cpu.rope import RopeLayout
 from .cache_kernels import copy_blocks_kernel, rope_store_kernel
-from .launching import DTYPES, check, check_dtype, on_device, padded, warp_size
+from .launching import DTYPES, check, check_codes, check_dtype, on_device, padded, warp_size
 from .layer_cache import LayerCache
 from .norms import Norm
 
 # What this file can: dtypes of new keys and values, of caches with scales, and heads up to a size.
 CAPABLE_DTYPES = DTYPES
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)  # the latter from sm_89 on
 MAX_HEAD_DIM = 1024
 NUMBERS_PER_PROGRAM = 2048
 COPY_BLOCK = 1024
@@ -77,7 +76,7 @@ def rope_store(
         layout (`RopeLayout`, *optional*):
             How the model pairs numbers and angles; none without angles.
         cache (`LayerCache`):
-            Where keys and values are written to: float32, bfloat16 or float16, or with scales int8 or float8_e4m3fn.
+            Where keys and values are written to: float32, bfloat16 or float16, or with scales int8 or a float8.
         slot_mapping (`torch.Tensor`):
             int64 `[tokens]`: `block_id * block_size + offset`, or a negative number for a token that is not stored
             (padding). No slot may occur twice; slots are not checked, as that would wait for the device.
@@ -133,7 +132,10 @@ def _check_shapes(query, key, value, cache: LayerCache, slots: torch.Tensor) -> 
         ("keys", key, cache.keys, cache.key_scales),
         ("values", value, cache.values, cache.value_scales),
     ):
-        check_dtype(name, blocks, QUANTIZED_DTYPES if cache.is_quantized else CAPABLE_DTYPES)
+        if cache.is_quantized:
+            check_codes(name, blocks)
+        else:
+            check_dtype(name, blocks, CAPABLE_DTYPES)
         shape = (num_blocks, new.shape[1], block_size, new.shape[2])
         fits = blocks.shape == shape and blocks.is_contiguous()
         check(fits, f"the cache of {name} is {list(blocks.shape)}; it must be contiguous {list(shape)}.")

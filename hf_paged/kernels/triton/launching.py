@@ -8,9 +8,11 @@ from collections.abc import Collection
 import torch
 
 from ...errors import NotSupportedError
+from .device import device_traits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_REGISTERS = 255
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e5m2, torch.float8_e4m3fn)  # of K/V with scales
 NEEDS_SM_89 = (torch.float8_e4m3fn,)  # no conversion to it on older GPUs
 
 
@@ -70,6 +72,24 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
     """
     if tensor.dtype not in dtypes:
         raise NotSupportedError(f"`{name}` is {tensor.dtype}; the Triton kernel takes {', '.join(map(str, dtypes))}.")
+
+
+def check_codes(name: str, tensor: torch.Tensor) -> None:
+    """Checks the dtype of quantized K/V.
+
+    Args:
+        name (`str`):
+            What the tensor is called.
+        tensor (`torch.Tensor`):
+            The codes.
+
+    Raises:
+        NotSupportedError: If the kernels do not take it, or its GPU does not know it.
+    """
+    check_dtype(name, tensor, QUANTIZED_DTYPES)
+    if tensor.dtype in NEEDS_SM_89 and tensor.is_cuda:
+        architecture = device_traits(tensor.device).architecture
+        check(architecture != "sm_80", f"{tensor.dtype} needs a GPU of sm_89 or newer; use int8 or fp8_e5m2.")
 
 
 def check(condition: bool, message: str) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from ..quantized_blocks import Blocks, split
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
@@ -18,8 +20,8 @@ class LayerCache:
 
     Args:
         keys (`torch.Tensor`):
-            `[num_blocks, num_kv_heads, block_size, Dk]`, contiguous: the query's dtype, or `torch.int8` or
-            `torch.float8_e4m3fn` with scales.
+            `[num_blocks, num_kv_heads, block_size, Dk]`, contiguous: the query's dtype, or `torch.int8`,
+            `torch.float8_e4m3fn` or `torch.float8_e5m2` with scales.
         values (`torch.Tensor`):
             `[num_blocks, num_kv_heads, block_size, Dv]`, contiguous, of the keys' dtype.
         key_scales (`torch.Tensor`, *optional*):
@@ -32,6 +34,19 @@ class LayerCache:
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, keys: Blocks, values: Blocks) -> LayerCache:
+        """Returns what a layer is given as blocks.
+
+        Args:
+            keys (`Blocks`):
+                `[num_blocks, num_kv_heads, block_size, Dk]`.
+            values (`Blocks`):
+                `[num_blocks, num_kv_heads, block_size, Dv]`.
+        """
+        (codes, scales), (value_codes, value_scales) = split(keys), split(values)
+        return cls(codes, value_codes, scales, value_scales)
 
     @property
     def is_quantized(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from . import activations, cache, norms, sampling
+from ..packed_rows import Codes
+from . import activations, cache, norms, packed_linear, sampling
 from .launching import MAX_REGISTERS, padded
 from .variant import KernelVariant
 
@@ -33,6 +34,16 @@ def all_configurations() -> list[KernelVariant]:
         _rope_store("32x8x128-interleaved", 32, 8, 128, 1),
         _rope_store("32x8x128-i8", 32, 8, 128, 0, "i8"),
         _rope_store("32x8x128-fp8e4nv", 32, 8, 128, 0, "fp8e4nv", targets=(_NVIDIA | _AMD) - {"sm_80"}),
+        *(
+            _packed_linear(kind, size, group, tokens)
+            for kind, size, group in (
+                (Codes.Q4, 4096, 128),
+                (Codes.Q4, 14336, 64),
+                (Codes.Q8, 4096, 0),
+                (Codes.E4M3, 4096, 128),
+            )
+            for tokens in (1, 64)
+        ),
         _copies(),
         *(_chunks(dtype, draws) for dtype in ("bf16", "fp32") for draws in (False, True)),
         *(_draws(dtype, draws) for dtype in ("bf16", "fp32") for draws in (False, True)),
@@ -93,6 +104,31 @@ def _activation(kind: int, given: Collection[str]) -> KernelVariant:
         types,
         {"KIND": kind, "BLOCK": activations.BLOCK},
         absent=[] if given else ["up_ptr"],
+    )
+
+
+def _packed_linear(kind: Codes, size: int, group: int, num_tokens: int) -> KernelVariant:
+    tile = packed_linear.tile_of(num_tokens, group)
+    types = _pointers("bf16", "y", "x", "bias") | {"codes_ptr": "*u8", "heads_ptr": "*fp32"}
+    types |= dict.fromkeys(("num_tokens", "num_columns", "x_stride", "row_bytes"), "i32")
+    undivided = {"num_tokens", "row_bytes"}
+    return KernelVariant(
+        name=f"packed-linear-{kind.name.lower()}-{size}-{group or 'row'}-{num_tokens}",
+        kernel=f"{__package__}.packed_linear:packed_linear_kernel",
+        signature={argument: type for argument, type in types.items() if argument != "bias_ptr"},
+        constexprs={
+            "bias_ptr": None,
+            "SIZE": size,
+            "GROUP": group,
+            "KIND": packed_linear.kernel_kind(kind),
+            "BLOCK_M": tile.block_tokens,
+            "BLOCK_N": packed_linear.BLOCK_COLUMNS,
+            "BLOCK_K": tile.block_inputs,
+        },
+        num_warps=tile.num_warps,
+        max_registers=MAX_REGISTERS,
+        divisible=frozenset(types.keys() - undivided - {"bias_ptr"}),
+        wide_loads=False,  # of codes: rows begin at multiples of 8 bytes
     )
 
 

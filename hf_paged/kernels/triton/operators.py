@@ -117,7 +117,8 @@ class _Layer:
         self._post_attention_norm, self._post_mlp_norm = self._norm("post_attention_norm"), self._norm("post_mlp_norm")
         if self.shape.has_attention:
             assert arguments.key_cache is not None and arguments.value_cache is not None, "attention needs blocks"
-            self._cache = LayerCache(arguments.key_cache, arguments.value_cache)
+            self._blocks = arguments.key_cache, arguments.value_cache
+            self._cache = LayerCache.of(*self._blocks)
             self._settings = arguments.attention_settings()
             self._qkv, self._o = self._linears("q", "k", "v"), self._linears("o")
             self._head_sizes = (
@@ -164,7 +165,7 @@ class _Layer:
         query = rope_store(
             query, key, value, step.angles if layout else None, layout, self._cache, step.metadata.slot_mapping, norms
         )
-        output = step.backend.attend(query, self._cache.keys, self._cache.values, step.metadata, **self._settings)
+        output = step.backend.attend(query, *self._blocks, step.metadata, **self._settings)
         assert isinstance(output, torch.Tensor), "a backend returns a pair only when asked for the log-sum-exp"
         return self._o(output.flatten(1))[0]
 

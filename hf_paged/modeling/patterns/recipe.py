@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.layers import TENSORS, LayerArguments, LayerShape
+from ...kernels.quantized_blocks import Blocks
 
 TENSOR_INDEX = {name: i for i, name in enumerate(TENSORS)}
 
@@ -154,15 +155,13 @@ class LayerRecipe:
         """Returns whether it needs the angles of the positions."""
         return self.shape.rope_layout != RopeLayout.NONE
 
-    def arguments(
-        self, key_cache: torch.Tensor | None = None, value_cache: torch.Tensor | None = None
-    ) -> LayerArguments:
+    def arguments(self, key_cache: Blocks | None = None, value_cache: Blocks | None = None) -> LayerArguments:
         """Returns the layer as the operator takes it, with the tensors of now.
 
         Args:
-            key_cache (`torch.Tensor`, *optional*):
+            key_cache (`Blocks`, *optional*):
                 The layer's key blocks.
-            value_cache (`torch.Tensor`, *optional*):
+            value_cache (`Blocks`, *optional*):
                 The layer's value blocks.
         """
         tensors: list[torch.Tensor | None] = [None] * len(TENSORS)

@@ -10,5 +10,6 @@ BENCHMARK_HELP = {
     "step": "What a step of 1, 2, 4 ... 64 requests costs, part by part, beside the floor.",
     "kernels": "Each native CPU operator at the model's shapes: time, rate, share of what the machine allows.",
     "memory": "How much K/V memory is held, how much of it is wasted, and what else a server takes (W1).",
+    "quantization": "Quantized weights: size, perplexity, speed of one stream (W3) and of many (W1), memory.",
     "start": "From from_pretrained to the first token, in fresh processes, beside stock Transformers.",
 }

@@ -425,7 +425,9 @@ class KernelCases:
 
 
 def _caches_of(layer: LayerArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    return _present(layer.key_cache), _present(layer.value_cache)
+    keys, values = layer.key_cache, layer.value_cache
+    assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor), "the cases have blocks of numbers"
+    return keys, values
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:

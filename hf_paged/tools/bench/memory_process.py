@@ -47,8 +47,11 @@ def main() -> None:
 
 
 def _touched(engine: Any, touched_bytes: Any) -> int | None:
+    from ...kernels.quantized_blocks import tensors_of
+
     layers = engine._loop.ready_runner().cache.layers
-    parts = [touched_bytes(cache) for layer in layers for cache in (layer.spec.key_cache, layer.spec.value_cache)]
+    caches = [cache for layer in layers for cache in (layer.spec.key_cache, layer.spec.value_cache)]
+    parts = [touched_bytes(tensor) for tensor in tensors_of(*caches)]
     return None if None in parts else sum(parts)
 
 

@@ -46,6 +46,10 @@ class BenchOptions:
             Settings of the engine.
         log (`Callable[[str], None]`, *optional*):
             Told what is being done.
+        noise (`float`, *optional*):
+            Of `quantization`: measures a copy whose weights carry so much relative noise.
+        only (`str`, *optional*):
+            Of `quantization`: names of rows, separated by commas.
 
     Raises:
         UnknownNameError: If `compare` names no peer.
@@ -59,6 +63,8 @@ class BenchOptions:
     dtype: str = "bfloat16"
     config: PagedConfig | None = None
     log: Callable[[str], None] | None = None
+    noise: float | None = None
+    only: str | None = None
 
     def __post_init__(self):
         if self.compare is not None and self.compare not in PEERS:
@@ -177,6 +183,7 @@ def all_benchmarks() -> Registry[Callable[[BenchSession], Report]]:
         long_context,
         memory,
         prefix,
+        quantization,
         start,
         step,
         throughput,

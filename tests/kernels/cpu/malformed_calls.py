@@ -14,13 +14,17 @@ import torch
 from hf_paged.kernels.cpu import attention, decoder, rope, sampling
 from hf_paged.kernels.layers import TENSORS, LayerShape
 
+SCALES = torch.ones(10, 2, 8, dtype=torch.float16)
 
-def attend(**changes: torch.Tensor) -> None:
+
+def attend(**changes: torch.Tensor | None) -> None:
     """Two requests of one and three tokens over blocks of eight; `changes` replace tensors."""
     tensors = {
         "query": torch.randn(4, 4, 16),
         "key_cache": torch.randn(10, 2, 8, 16),
         "value_cache": torch.randn(10, 2, 8, 16),
+        "key_scales": None,
+        "value_scales": None,
         "block_tables": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
         "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32),
         "seq_lens": torch.tensor([5, 9], dtype=torch.int32),
@@ -37,6 +41,12 @@ def attend_heads(num_query_heads: int, num_kv_heads: int, block_size: int) -> No
     """The same call with other heads and blocks."""
     caches = {name: torch.randn(10, num_kv_heads, block_size, 16) for name in ("key_cache", "value_cache")}
     attend(query=torch.randn(4, num_query_heads, 16), **caches)
+
+
+def attend_codes(scales: torch.Tensor | None, other_scales: torch.Tensor | None) -> None:
+    """The same call over blocks of codes."""
+    codes = torch.zeros(10, 2, 8, 16, dtype=torch.int8)
+    attend(key_cache=codes, value_cache=codes, key_scales=scales, value_scales=other_scales)
 
 
 def rotate(begin: int = 0, cos_rows: int = 3, sin_rows: int = 3) -> None:
@@ -62,7 +72,7 @@ def run_block(**changes: int) -> None:
     lengths = _ints([[0]]), torch.tensor([0]), _ints([0, 1]), _ints([1])
     torch.ops.hf_paged.decoder_layers(
         torch.randn(1, 8), list(tensors.values()), shape.ints, shape.floats, torch.randn(1, 8), torch.randn(1, 8),
-        [caches[0]], [caches[1]], *lengths,
+        [caches[0]], [], [caches[1]], [], *lengths,
     )  # fmt: skip
 
 
@@ -78,6 +88,11 @@ CALLS: dict[str, Callable[[], None]] = {
     "no query heads": lambda: attend_heads(0, 2, 8),
     "no K/V heads": lambda: attend_heads(4, 0, 8),
     "blocks without slots": lambda: attend_heads(4, 2, 0),
+    "codes without scales": lambda: attend_codes(None, None),
+    "keys with scales, and values without": lambda: attend_codes(SCALES, None),
+    "too few scales": lambda: attend_codes(SCALES, SCALES[:9]),
+    "scales of another dtype": lambda: attend_codes(SCALES, SCALES.bfloat16()),
+    "scales of numbers": lambda: attend(key_scales=SCALES, value_scales=SCALES),
     "lengths that decrease": lambda: attend_lengths([0, 5, 4], [5, 9]),
     "lengths that begin late": lambda: attend_lengths([1, 2, 4], [5, 9]),
     "tokens of no request": lambda: attend_lengths([4], []),

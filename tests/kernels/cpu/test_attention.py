@@ -271,6 +271,8 @@ def test_compiles_without_graph_breaks():
             query * 2,
             call.key_cache,
             call.value_cache,
+            None,
+            None,
             metadata.block_tables,
             metadata.cu_seqlens_q,
             metadata.seq_lens,

@@ -106,6 +106,7 @@ def _variants() -> dict[str, Case]:
         "int8, window, head 80": Case(MIXED, {"key_dim": 80}, {"window": 17}, "int8"),
         "float8": Case(MIXED, bf16, variant="float8"),
         "float8, splits, sinks": Case(LONG, {"dtype": torch.float16}, {"sinks": True}, "float8"),
+        "float8 e5m2": Case(MIXED, bf16, variant="float8 e5m2"),
         "shared prefix": Case(sharing, small, {"return_lse": True}, "shared"),
         "shared prefix, sinks, softcap": Case(
             [*sharing, (5, 30)], {"dtype": torch.bfloat16, **small}, {"sinks": True, "softcap": 2.0}, "shared"

@@ -161,6 +161,7 @@ VARIANTS: dict[str, Callable[[Call, dict[str, Any]], tuple[Result, Result]]] = {
     "replayed": replayed,
     "int8": quantized(torch.int8, 127.0),
     "float8": quantized(torch.float8_e4m3fn, 448.0),
+    "float8 e5m2": quantized(torch.float8_e5m2, 448.0),
     "shared": shared,
     "shared but not read once": lambda call, features: shared(call, features, read_once=False),
 }

@@ -19,6 +19,7 @@ from hf_paged.kernels.layers import LayerArguments, LayerShape
 from hf_paged.kernels.triton.operators import TritonLayers
 from hf_paged.modeling.patterns import reference
 from tests.kernels.layer_cases import HIDDEN, INNER, PLAIN, SHAPES, in_dtype, make_tensors, with_blocks
+from tests.kernels.quantized_calls import in_float64, quantized_layer
 from tests.kernels.triton import interpreter  # noqa: F401 - mends the interpreter's bfloat16
 from tests.kernels.triton.meter import Meter
 
@@ -64,18 +65,17 @@ def triton_layers(shape: LayerShape, dtype: torch.dtype) -> TritonLayers:
     return TritonLayers(select_backend(AttentionSpec(*dims, dtype, "cpu", BLOCK_SIZE), "triton"))
 
 
-def compare(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def compare(name: str, dtype: torch.dtype, codes: torch.dtype | None = None) -> dict[str, Any]:
     """Two decoding requests and a chunk of a third."""
     tables = np.array([[3, 7, 0], [1, 0, 0], [2, 9, 4]], dtype=np.int32)
     metadata = PagedAttentionMetadata.build(tables, np.array([1, 1, 6]), np.array([21, 4, 40]), BLOCK_SIZE)
     numbers, extra = CASES[name]
     shape = dataclasses.replace(PLAIN, **numbers)
     layers = [make_layer(shape, extra, dtype) for _ in range(1 if shape.is_block else 2)]
-    wide, hidden, angle = (
-        [in_dtype(layer, torch.float32) for layer in layers],
-        torch.randn(8, HIDDEN).to(dtype),
-        torch.rand(8, 16) * 6,
-    )
+    wide = [in_dtype(layer, torch.float32) for layer in layers]
+    if codes is not None:
+        layers, wide = map(list, zip(*(quantized_layer(layer, codes) for layer in layers), strict=True))
+    hidden, angle = torch.randn(8, HIDDEN).to(dtype), torch.rand(8, 16) * 6
     cos, sin = angle.cos(), angle.sin()
     result = triton_layers(shape, dtype)(hidden, layers, cos, sin, metadata)
     expected = reference.decoder_layers(hidden.float(), wide, cos, sin, metadata)
@@ -84,9 +84,11 @@ def compare(name: str, dtype: torch.dtype) -> dict[str, Any]:
     for ours, theirs in zip(layers, wide, strict=True):
         for cache in ("key_cache", "value_cache"):
             if getattr(ours, cache) is not None:
-                exact = getattr(theirs, cache)
-                error = max(error, float((getattr(ours, cache).float() - exact).norm() / exact.norm()))
-    return {"name": f"{name}, {dtype}", "error": error, "allowed": TOLERANCE[dtype]}
+                exact = in_float64(getattr(theirs, cache))
+                error = max(error, float((in_float64(getattr(ours, cache)) - exact).norm() / exact.norm()))
+    # A code may round to its neighbour.
+    allowed = TOLERANCE[dtype] if codes is None else 1e-2
+    return {"name": f"{name}, {codes or dtype}", "error": error, "allowed": allowed}
 
 
 # ------------------------------------------------------------------ launches and bytes
@@ -136,6 +138,8 @@ if __name__ == "__main__":
         ):
             torch.manual_seed(1)
             print(json.dumps(compare(case, narrow)), flush=True)
+        for code_dtype in (torch.int8, torch.float8_e4m3fn):
+            print(json.dumps(compare("llama", torch.float32, code_dtype)), flush=True)
         for count, is_joined, length in (
             (1, True, 90),
             (2, True, 90),

@@ -208,7 +208,8 @@ def stored(
         others[slots[kept]] = False
         if not torch.equal(rows[others], torch.full_like(rows[others], 7.0 if quantized else 1.0)):
             return math.inf, 0.0
-    return error, {torch.int8: 0.5 / 127 + 1e-3, torch.float8_e4m3fn: 2**-4}.get(quantized, ROUNDING[dtype] + 1e-6)
+    steps = {torch.int8: 0.5 / 127 + 1e-3, torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}
+    return error, steps.get(quantized, ROUNDING[dtype] + 1e-6)
 
 
 HALF = RopeLayout(24)
@@ -232,6 +233,7 @@ STORES: Cases = {
     "int8": lambda: stored(HALF, quantized=torch.int8),
     "int8 from bfloat16": lambda: stored(HALF, torch.bfloat16, quantized=torch.int8),
     "fp8": lambda: stored(HALF, quantized=torch.float8_e4m3fn),
+    "fp8 e5m2": lambda: stored(HALF, quantized=torch.float8_e5m2),
     "fp8 from bfloat16, odd sizes": lambda: stored(None, torch.bfloat16, (17, 9), quantized=torch.float8_e4m3fn),
 }
 

@@ -14,6 +14,7 @@ import torch
 from hf_paged import SamplingParams
 from hf_paged.generation import engine as engine_module
 from hf_paged.generation.kv_pool import KVPool
+from hf_paged.kernels.quantized_blocks import tensors_of
 from hf_paged.kernels.triton import shared_prefix
 from hf_paged.kernels.triton.backend import TritonBackend
 from hf_paged.modeling.layer_groups import LayerGroup, LayerSpec
@@ -26,25 +27,27 @@ PAIRS = ((0, 5), (3, 7), (1, 2), (0, 9))
 NUM_BLOCKS = 12
 TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 COMMON = [(7 * i) % 190 + 3 for i in range(256)]
-# Heads, Dk and Dv of each layer, the dtype, and the block size.
-POOLS: dict[str, tuple[list[tuple[int, int, int]], torch.dtype, int]] = {
-    "alike": ([(2, 32, 32)] * 3, torch.bfloat16, 16),
-    "of different heads": ([(2, 32, 48), (1, 16, 16), (3, 8, 8)], torch.float32, 16),
-    "of blocks that no kernel takes": ([(1, 5, 5)] * 2, torch.float16, 1),
+# Heads, Dk and Dv of each layer, the dtype, the block size, and the dtype of codes.
+POOLS: dict[str, tuple[list[tuple[int, int, int]], torch.dtype, int, torch.dtype | None]] = {
+    "alike": ([(2, 32, 32)] * 3, torch.bfloat16, 16, None),
+    "of different heads": ([(2, 32, 48), (1, 16, 16), (3, 8, 8)], torch.float32, 16, None),
+    "of codes": ([(2, 32, 48), (1, 16, 16)], torch.bfloat16, 16, torch.float8_e4m3fn),
+    "of blocks that no kernel takes": ([(1, 5, 5)] * 2, torch.float16, 1, None),
 }
 
 
 def pool(name: str) -> dict[str, Any]:
-    shapes, dtype, block_size = POOLS[name]
+    shapes, dtype, block_size, codes = POOLS[name]
     device = torch.device("cpu")
     layers = [
-        LayerSpec(i, heads, heads, key_dim, value_dim, dtype, device, None)
+        LayerSpec(i, heads, heads, key_dim, value_dim, dtype, device, None, cache_dtype=codes)
         for i, (heads, key_dim, value_dim) in enumerate(shapes)
     ]
     pool = KVPool(LayerGroup(tuple(layers)), NUM_BLOCKS, block_size)
-    tensors = [*pool.keys, *pool.values]
+    tensors = tensors_of(*pool.keys, *pool.values)
+    tensors = [tensor.view(torch.int8) if tensor.dtype == codes else tensor for tensor in tensors]
     for tensor in tensors:
-        tensor.copy_(torch.randn(tensor.shape))
+        tensor.copy_(torch.randn(tensor.shape) * 50)
     expected = [tensor.clone() for tensor in tensors]
     for tensor in expected:
         for source, destination in PAIRS:

@@ -21,7 +21,7 @@ def results() -> list[dict[str, Any]]:
     return run_interpreted("-m", "tests.kernels.triton.run_operator_cases")
 
 
-@pytest.mark.parametrize(("kernel", "least"), [("norms", 14), ("activations", 16), ("cache", 20)])
+@pytest.mark.parametrize(("kernel", "least"), [("norms", 14), ("activations", 16), ("cache", 21)])
 def test_kernels_agree_with_float64(results, kernel, least):
     cases = [result for result in results if result["kernel"] == kernel]
     assert len(cases) >= least

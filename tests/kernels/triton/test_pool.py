@@ -21,7 +21,7 @@ def results():
     return {result["name"]: result for result in run_interpreted("-m", "tests.kernels.triton.run_pool_cases")}
 
 
-@pytest.mark.parametrize("name", ["alike", "of different heads"])
+@pytest.mark.parametrize("name", ["alike", "of different heads", "of codes"])
 def test_blocks_of_all_layers_are_copied_in_one_launch(results, name):
     result = results[name]
     assert result["equal"] and result["launches"] == {"copy_blocks_kernel": 1}

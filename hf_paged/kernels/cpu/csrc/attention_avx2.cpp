@@ -4,7 +4,6 @@
 
 namespace hf_paged {
 
-extern const AttentionKernels attention_avx2 = {avx2::few_rows_by_dtype, avx2::many_rows_by_dtype, avx2::merge,
-                                                avx2::scratch_size};
+extern const AttentionKernels attention_avx2 = avx2::table<avx2::OfNumbers>;
 
 }  // namespace hf_paged

@@ -4,7 +4,6 @@
 
 namespace hf_paged {
 
-extern const AttentionKernels attention_avx512 = {avx512::few_rows_by_dtype, avx512::many_rows_by_dtype, avx512::merge,
-                                                avx512::scratch_size};
+extern const AttentionKernels attention_avx512 = avx512::table<avx512::OfNumbers>;
 
 }  // namespace hf_paged

@@ -100,6 +100,20 @@ struct FewRowsScratch {
   int64_t size() const { return FEW_ROWS * (query_stride + FEW_KEYS + sums_stride); }
 };
 
+// Multiplies dot products with codes, or weights of codes, by the scales of these.
+template <class T, int R>
+INLINE void scale_rows(const FewRowsScratch& memory, const f16* scales, const int64_t* slots) {
+  const Scales<T, FEW_KEYS> all(scales, slots);
+  for (int i = 0; i < FEW_KEYS; i += W) {
+    const Vec scale = all.from(i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      float* row = memory.weights + r * FEW_KEYS + i;
+      store(row, mul(load(row), scale));
+    }
+  }
+}
+
 template <class Math, int R>
 INLINE void score_chunk(const AttentionArgs& args, const FewRowsScratch& memory, const int64_t* slots,
                         const int64_t* next_slots, int n) {
@@ -118,6 +132,7 @@ INLINE void score_chunk(const AttentionArgs& args, const FewRowsScratch& memory,
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) store(memory.weights + r * FEW_KEYS + first, sums(partial + r * W));
   }
+  if constexpr (Codes<T>::ARE) scale_rows<T, R>(memory, args.key_scales, slots);
 }
 
 template <class T, int R>
@@ -125,6 +140,7 @@ INLINE void add_chunk(const AttentionArgs& args, const FewRowsScratch& memory, c
                       const int64_t* next_slots, int n) {
   constexpr int C = columns_in_flight(R);
   const T* values = (const T*)args.value_cache;
+  if constexpr (Codes<T>::ARE) scale_rows<T, R>(memory, args.value_scales, slots);
   int d = 0;
   for (; d + C * W <= args.value_dim; d += C * W)
     add_values<T, R, C>(values + d, slots, next_slots, n, args.value_dim, C * W, memory.weights,
@@ -140,6 +156,14 @@ INLINE void fetch_chunk(const AttentionArgs& args, const int64_t* slots) {
   const T *keys = (const T*)args.key_cache, *values = (const T*)args.value_cache;
   for (int i = 0; i < FEW_KEYS; i++) fetch(keys + slots[i] * args.key_dim, args.key_dim * sizeof(T));
   for (int i = 0; i < FEW_KEYS; i++) fetch(values + slots[i] * args.value_dim, args.value_dim * sizeof(T));
+}
+
+template <class T>
+INLINE void fetch_scales(const AttentionArgs& args, const int64_t* slots) {
+  if constexpr (Codes<T>::ARE) {
+    Scales<T, FEW_KEYS>::fetch(args.key_scales, slots);
+    Scales<T, FEW_KEYS>::fetch(args.value_scales, slots);
+  }
 }
 
 template <class Math, int R>
@@ -159,11 +183,15 @@ void few_rows_of(const AttentionArgs& args, const AttentionItem& item, float* sc
   KeyWalk walk(args, item);
   int64_t slots[2][FEW_KEYS];
   walk.next(slots[0], at_most(FEW_KEYS, item.end_key - item.first_key), FEW_KEYS);
+  fetch_scales<typename Math::Cache>(args, slots[0]);
   fetch_chunk<typename Math::Cache>(args, slots[0]);
   int now = 0;
   for (int key = item.first_key; key < item.end_key; key += FEW_KEYS, now = !now) {
     const int n = at_most(FEW_KEYS, item.end_key - key), left = item.end_key - key - n;
-    if (left > 0) walk.next(slots[!now], at_most(FEW_KEYS, left), FEW_KEYS);
+    if (left > 0) {
+      walk.next(slots[!now], at_most(FEW_KEYS, left), FEW_KEYS);
+      fetch_scales<typename Math::Cache>(args, slots[!now]);
+    }
     const int64_t* next_slots = left > 0 ? slots[!now] : nullptr;
     score_chunk<Math, R>(args, memory, slots[now], next_slots, n);
     for (int r = 0; r < R; r++) {

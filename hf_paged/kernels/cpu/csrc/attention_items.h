@@ -11,14 +11,16 @@ namespace hf_paged {
 struct AttentionArgs {
   const void* query;      // token t, head h, dimension d at [t * query_stride + h * key_dim + d]
   int64_t query_stride;
-  DType query_dtype;      // float32 or the cache's
+  DType query_dtype;      // float32 or the cache's; any of numbers if that is quantized
   void* output;           // token t, head h, dimension d at [t * output_stride + h * value_dim + d]
   int64_t output_stride;
-  DType output_dtype;     // float32 or the cache's
+  DType output_dtype;     // as query_dtype
   float* lse;             // [tokens, num_query_heads], or null
   const void* key_cache;  // [num_blocks, num_kv_heads, block_size, key_dim], contiguous
   const void* value_cache;  // [num_blocks, num_kv_heads, block_size, value_dim], contiguous
   DType cache_dtype;
+  const f16* key_scales;    // [num_blocks, num_kv_heads, block_size] if the caches are quantized, else null
+  const f16* value_scales;
   int64_t num_blocks;
   const int32_t* block_tables;  // [num_requests, max_blocks]
   int64_t block_tables_stride, max_blocks;
@@ -66,10 +68,12 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels attention_avx2, attention_avx512, attention_avx512bf16, attention_amx;
+extern const AttentionKernels attention_codes_avx2, attention_codes_avx512;
 
 // The table for this machine and a cache of the given type.
 inline const AttentionKernels& attention_kernels(DType cache_dtype) {
   const Isa isa = current_isa();
+  if (is_quantized(cache_dtype)) return isa < Isa::avx512 ? attention_codes_avx2 : attention_codes_avx512;
   if (isa < Isa::avx512) return attention_avx2;
   if (cache_dtype != DType::bf16) return attention_avx512;
   if (isa == Isa::amx) return attention_amx;

@@ -116,11 +116,18 @@ void pack_queries(const AttentionArgs& args, const AttentionItem& item, const Ma
 
 // W rows of elements, from dimension d of W keys on, as W columns.
 template <class Math, class Read>
-INLINE void pack_step(const typename Math::Cache* const* keys, int d, float* out, const Read& read) {
+INLINE void pack_step(const typename Math::Cache* const* keys, const Vec& scales, int d, float* out, const Read& read) {
   Vec rows[W];
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) rows[i] = read(keys[i] + d);
-  store_transposed(rows, out + d / Math::PER_ELEMENT * MANY_KEYS, MANY_KEYS);
+  transpose(rows);
+  if constexpr (Codes<typename Math::Cache>::ARE) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) rows[i] = mul(rows[i], scales);
+  }
+  float* to = out + d / Math::PER_ELEMENT * MANY_KEYS;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) store(to + i * MANY_KEYS, rows[i]);
 }
 
 // Copies n keys, transposed; columns up to the next multiple of W repeat the last one and are hidden later.
@@ -132,12 +139,14 @@ INLINE void pack_keys(const AttentionArgs& args, const int64_t* slots, int n, fl
   for (int first = 0; first < n; first += W) {
     const T* keys[W];
     for (int i = 0; i < W; i++) keys[i] = (const T*)args.key_cache + slots[first + i] * key_dim;
+    Vec scales = zero();
+    if constexpr (Codes<T>::ARE) scales = Scales<T, W>(args.key_scales, slots + first).from(0);
     for (int d = 0; d < whole; d += STEP)
-      pack_step<Math>(keys, d, out + first, [](const T* p) __attribute__((always_inline)) {
+      pack_step<Math>(keys, scales, d, out + first, [](const T* p) __attribute__((always_inline)) {
         return Math::elements(p);
       });
     if (whole < key_dim)
-      pack_step<Math>(keys, whole, out + first, [=](const T* p) __attribute__((always_inline)) {
+      pack_step<Math>(keys, scales, whole, out + first, [=](const T* p) __attribute__((always_inline)) {
         return Math::elements(p, key_dim - whole);
       });
   }
@@ -152,6 +161,8 @@ INLINE void pack_all_values(const AttentionArgs& args, const int64_t* slots, int
     for (int i = 0; i < Math::PER_ELEMENT; i++)
       from[i] = key + i < n ? (const T*)args.value_cache + slots[key + i] * args.value_dim : nullptr;
     Math::pack_values(out, from, (int)args.value_dim);
+    if constexpr (Codes<T>::ARE)
+      rescale(out, memory.value_stride, _cvtsh_ss(args.value_scales[slots[key]].bits) * Codes<T>::UNIT);
   }
 }
 

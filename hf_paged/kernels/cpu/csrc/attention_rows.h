@@ -3,6 +3,7 @@
 // Scores are kept in base 2 (multiplied by log2(e)), so that weights are 2 ** (score - highest).
 #pragma once
 #include "attention_items.h"
+#include "kv_codes.h"
 #include "with_type.h"
 
 namespace hf_paged {
@@ -41,6 +42,21 @@ struct KeyWalk {
     }
     for (; i < size; i++) slots[i] = slots[n - 1];
   }
+};
+
+// The scales of some keys or values, if they are codes.
+template <class T, int N>
+struct Scales {
+  f16 halves[N];
+
+  INLINE void fetch(const f16* scales, const int64_t* slots) {
+    for (int i = 0; i < N; i += 4) _mm_prefetch((const char*)(scales + slots[i]), _MM_HINT_T1);
+  }
+  Scales(const f16* scales, const int64_t* slots) {
+    for (int i = 0; i < N; i++) halves[i] = scales[slots[i]];
+  }
+  // Of W of them.
+  __attribute__((always_inline)) Vec from(int i) const { return mul(load(halves + i), set(Codes<T>::UNIT)); }
 };
 
 // Keys that a row sees, the chunk's first key being number 0: low ... high - 1.

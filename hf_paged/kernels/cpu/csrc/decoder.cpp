@@ -189,10 +189,12 @@ class Stack {
     a.query_dtype = DType::f32;
     a.output = out;
     a.output_stride = out_size;
-    a.output_dtype = a.cache_dtype == inner ? inner : DType::f32;
+    a.output_dtype = a.cache_dtype == inner || is_quantized(a.cache_dtype) ? inner : DType::f32;
     a.lse = nullptr;
     a.key_cache = layer.key_cache;
     a.value_cache = layer.value_cache;
+    a.key_scales = layer.key_scales;
+    a.value_scales = layer.value_scales;
     a.num_query_heads = layer.num_query_heads;
     a.num_kv_heads = layer.num_kv_heads;
     a.key_dim = layer.key_dim;
@@ -255,6 +257,8 @@ class Stack {
     r.key_block_stride = layer.num_kv_heads * block_size * layer.key_dim;
     r.value_block_stride = layer.num_kv_heads * block_size * layer.value_dim;
     r.cache_dtype = c.attention.cache_dtype;
+    r.key_scales = layer.key_scales;
+    r.value_scales = layer.value_scales;
     r.slot_mapping = c.slot_mapping;
     r.num_query_heads = layer.num_query_heads;
     r.num_kv_heads = layer.num_kv_heads;

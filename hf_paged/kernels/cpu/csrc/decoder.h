@@ -52,6 +52,8 @@ struct DecoderLayer {
   const float* alibi_slopes = nullptr;
   void* key_cache = nullptr;
   void* value_cache = nullptr;
+  f16* key_scales = nullptr;
+  f16* value_scales = nullptr;
 };
 
 // What the layers of a call share.

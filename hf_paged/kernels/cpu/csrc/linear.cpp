@@ -154,7 +154,7 @@ class Call {
       const bool whole = item.row / part.rows_per_block == (item.row + item.num_columns - 1) / part.rows_per_block;
       strides[i] = whole ? part.row_stride : 0;
       if (part.bias) (i ? out.up_bias : out.bias) = biases(part, item, bias[i]);
-      is_wide[i] = num_blocks > 1 && kernels.widen[(int)part.dtype];
+      is_wide[i] = kernels.widen[(int)part.dtype] && (num_blocks > 1 || (num_blocks > 0 && kernels.code_bytes));
       if (is_wide[i]) widen(part, rows[i], item.num_columns, wide + i * rows_size, wide_rows[i]);
     }
     for (int64_t block = 0; block <= num_blocks; block++) {
@@ -169,7 +169,7 @@ class Call {
       out.up_tile = few || !a.packed_y ? tile + tile_size : sums + sums_size;
       for (int i = 0; i < (a.gated ? 2 : 1); i++) {
         const bool use_wide = is_wide[i] && !few;
-        const DType dtype = use_wide ? DType::f32 : a.parts[item.part + i].dtype;
+        const DType dtype = use_wide && !kernels.code_bytes ? DType::f32 : a.parts[item.part + i].dtype;
         t.rows = use_wide ? wide_rows[i] : rows[i];
         t.row_stride = strides[i];
         t.group = a.parts[item.part + i].group;

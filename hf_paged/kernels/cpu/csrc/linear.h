@@ -92,7 +92,8 @@ struct LinearKernels {
   void (*copy)(const PackArgs&);                       // for `few`
   void (*many[NUM_WEIGHT_DTYPES])(const LinearTile&);
   void (*few[NUM_WEIGHT_DTYPES])(const LinearTile&);
-  // Rows that several blocks are multiplied with, as float32 [num_rows][k rounded up to 32] in scratch; or null.
+  // Packed rows as `many` takes them most quickly, in 4 bytes for each k rounded up to 32, in scratch; or null. As
+  // float32 they are worth it for several blocks; where activations are quantized, `many` takes no others.
   void (*widen[NUM_WEIGHT_DTYPES])(const LinearTile&);
   int64_t code_bytes;  // of a number of x where activations are quantized (linear_w8a8.h), else 0
 };

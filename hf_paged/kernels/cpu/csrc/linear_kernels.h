@@ -255,7 +255,7 @@ constexpr LinearKernels linear_table(int max_width) {
   return {W, max_width, W / 2, false, pack, copy,
           {many<float>, many<bf16>, many<f16>, many<q4>, many<q8>, many<e4m3>},
           {few<float>, few<bf16>, few<f16>, few_packed<q4>, few_packed<q8>, few_packed<e4m3>},
-          {nullptr, widen<bf16>, widen<f16>, widen<q4>, widen<q8>, widen<e4m3>},
+          {nullptr, nullptr, nullptr, widen<q4>, widen<q8>, widen<e4m3>},
           0};
 }
 

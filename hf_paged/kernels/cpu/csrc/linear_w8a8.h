@@ -111,15 +111,22 @@ INLINE float row_scale(const void* row) {
   return scale;
 }
 
-// ROWS rows x VECS vectors of tokens; the rows' units are in `units`, one row after the other.
-template <int ROWS, int VECS>
-INLINE void step_many(const LinearTile& t, int first_row, int32_t* units) {
-  const int64_t num_units = units_of(t.k), width = t.num_tokens;
-  const void* rows[ROWS];
-  for (int r = 0; r < ROWS; r++) {
-    rows[r] = t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1];
-    Ints::prepare(codes_of(rows[r]), padded(t.k), units + r * num_units);
+// Rows for `many`: | float32 scale | units |
+void widen(const LinearTile& t) {
+  for (int row = 0; row < t.num_rows; row++) {
+    float* to = (float*)t.scratch + row * padded(t.k);
+    to[0] = row_scale(t.rows[row]);
+    Ints::prepare(codes_of(t.rows[row]), padded(t.k), (int32_t*)to + 1);
   }
+}
+
+// ROWS rows, as `widen` leaves them, x VECS vectors of tokens.
+template <int ROWS, int VECS>
+INLINE void step_many(const LinearTile& t, int first_row) {
+  const int64_t num_units = units_of(t.k), width = t.num_tokens;
+  const int32_t* units[ROWS];
+  for (int r = 0; r < ROWS; r++)
+    units[r] = (const int32_t*)t.rows[first_row + r < t.num_rows ? first_row + r : t.num_rows - 1] + 1;
   IntVec acc[ROWS][VECS];
 #pragma GCC unroll 24
   for (int r = 0; r < ROWS; r++)
@@ -132,7 +139,7 @@ INLINE void step_many(const LinearTile& t, int first_row, int32_t* units) {
     for (int j = 0; j < VECS; j++) v[j] = Ints::as_words(load(x + j * W));
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++) {
-      const WordVec w = Ints::broadcast(units[r * num_units + i]);
+      const WordVec w = Ints::broadcast(units[r][i]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j++) acc[r][j] = Ints::multiply(acc[r][j], w, v[j]);
     }
@@ -143,14 +150,14 @@ INLINE void step_many(const LinearTile& t, int first_row, int32_t* units) {
     for (int j = 0; j < VECS; j++) {
       const Vec scale = load(x + j * W), code_sums = load(x + width + j * W);
       const Vec sum = fma(code_sums, set(-Ints::OFFSET), Ints::to_floats(acc[r][j]));
-      store(t.out + (first_row + r) * MAX_WIDTH + j * W, mul(sum, mul(scale, set(row_scale(rows[r])))));
+      store(t.out + (first_row + r) * MAX_WIDTH + j * W, mul(sum, mul(scale, set(row_scale(units[r] - 1)))));
     }
 }
 
 template <int VECS>
 void many_of(const LinearTile& t) {
   constexpr int ROWS = Ints::rows_of(VECS);
-  for (int row = 0; row < t.num_rows; row += ROWS) step_many<ROWS, VECS>(t, row, (int32_t*)t.scratch);
+  for (int row = 0; row < t.num_rows; row += ROWS) step_many<ROWS, VECS>(t, row);
 }
 
 void many(const LinearTile& t) {
@@ -208,6 +215,7 @@ void few(const LinearTile& t) {
 
 constexpr LinearKernels w8a8_table(int max_width) {
   LinearKernels table{W, max_width, FEW_TOKENS, false, pack, copy, {}, {}, {}, CODE_BYTES};
+  table.widen[(int)DType::w8a8] = widen;
   table.many[(int)DType::w8a8] = many;
   table.few[(int)DType::w8a8] = few;
   return table;

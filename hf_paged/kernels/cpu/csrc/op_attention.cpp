@@ -3,7 +3,7 @@
 #include <tuple>
 
 #include "attention.h"
-#include "op.h"
+#include "kv_tensors.h"
 
 namespace hf_paged {
 namespace {
@@ -76,7 +76,7 @@ namespace {
 void check_cache(const Tensor& cache, const char* name, const Tensor& query) {
   STD_TORCH_CHECK(cache.dim() == 4 && cache.is_contiguous(), "hf_paged::paged_attention: ", name,
                   " must be contiguous, [num_blocks, num_kv_heads, block_size, head_dim]");
-  STD_TORCH_CHECK(query.scalar_type() == cache.scalar_type() ||
+  STD_TORCH_CHECK(query.scalar_type() == cache.scalar_type() || is_quantized(cache_dtype_of(cache)) ||
                       query.scalar_type() == torch::headeronly::ScalarType::Float,
                   "hf_paged::paged_attention: query must be float32 or of the dtype of ", name);
 }
@@ -116,9 +116,10 @@ void check_shapes(const Tensor& query, const Tensor& key_cache, const Tensor& va
                   cu_seqlens_q.size(0) - 1, ", block_tables ", block_tables.size(0));
 }
 
-std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables,
-                                           Tensor cu_seqlens_q, Tensor seq_lens, double scale, int64_t window,
-                                           double softcap, std::optional<Tensor> sinks,
+std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tensor value_cache,
+                                           std::optional<Tensor> key_scales, std::optional<Tensor> value_scales,
+                                           Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, double scale,
+                                           int64_t window, double softcap, std::optional<Tensor> sinks,
                                            std::optional<Tensor> alibi_slopes, bool return_lse) {
   STD_TORCH_CHECK(current_isa() != Isa::none, "hf_paged::paged_attention: this processor has no AVX2");
   AttentionArgs args{};
@@ -144,7 +145,9 @@ std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tenso
   args.query_dtype = args.output_dtype = dtype_of(query);
   args.key_cache = key_cache.const_data_ptr();
   args.value_cache = value_cache.const_data_ptr();
-  args.cache_dtype = dtype_of(key_cache);
+  args.cache_dtype = cache_dtype_of(key_cache);
+  args.key_scales = scales_of(key_cache, key_scales ? &*key_scales : nullptr, "hf_paged::paged_attention");
+  args.value_scales = scales_of(value_cache, value_scales ? &*value_scales : nullptr, "hf_paged::paged_attention");
   args.scale = (float)scale;
   args.window = window;
   args.softcap = (float)softcap;
@@ -165,9 +168,9 @@ std::tuple<Tensor, Tensor> paged_attention(Tensor query, Tensor key_cache, Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(hf_paged, m) {
   m.def(
-      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor cu_seqlens_q, "
-      "Tensor seq_lens, float scale, int window, float softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse) "
-      "-> (Tensor, Tensor)");
+      "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scales, Tensor? value_scales, "
+      "Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int window, float softcap, "
+      "Tensor? sinks, Tensor? alibi_slopes, bool return_lse) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_paged, CPU, m) { m.impl("paged_attention", TORCH_BOX(&hf_paged::paged_attention)); }

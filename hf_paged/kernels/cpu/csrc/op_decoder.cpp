@@ -1,5 +1,6 @@
 // torch.ops.hf_paged.decoder_layers: reads lists of tensors and numbers, in the order of kernels/layers.py.
 #include "decoder.h"
+#include "kv_tensors.h"
 #include "linear_tensors.h"
 
 namespace hf_paged {
@@ -174,8 +175,14 @@ void set_angles(DecoderCall& call, const std::optional<Tensor>& cos, const std::
   call.cos_dtype = dtype_of(*cos);
 }
 
-void set_caches(DecoderCall& call, std::vector<DecoderLayer>& layers, const std::vector<Tensor>& keys,
-                const std::vector<Tensor>& values) {
+// K/V blocks of the layers that have attention, with their scales if they are quantized.
+struct Caches {
+  const std::vector<Tensor>&keys, &key_scales, &values, &value_scales;
+};
+
+void set_caches(DecoderCall& call, std::vector<DecoderLayer>& layers, const Caches& caches) {
+  const auto &keys = caches.keys, &values = caches.values;
+  const auto scales_at = [](const std::vector<Tensor>& all, size_t i) { return i < all.size() ? &all[i] : nullptr; };
   size_t i = 0;
   for (DecoderLayer& l : layers) {
     if (!l.has_attention) continue;
@@ -188,11 +195,15 @@ void set_caches(DecoderCall& call, std::vector<DecoderLayer>& layers, const std:
     if (i == 1) {
       call.attention.num_blocks = k.size(0);
       call.attention.block_size = k.size(2);
-      call.attention.cache_dtype = dtype_of(k);
+      call.attention.cache_dtype = cache_dtype_of(k);
     }
     STD_TORCH_CHECK(k.size(0) == call.attention.num_blocks && k.size(2) == call.attention.block_size &&
-                        dtype_of(k) == call.attention.cache_dtype && dtype_of(v) == call.attention.cache_dtype,
+                        cache_dtype_of(k) == call.attention.cache_dtype && k.scalar_type() == v.scalar_type(),
                     "decoder_layers: the K/V blocks of all layers must be alike");
+    l.key_scales = scales_of(k, scales_at(caches.key_scales, i - 1), "decoder_layers");
+    l.value_scales = scales_of(v, scales_at(caches.value_scales, i - 1), "decoder_layers");
+    STD_TORCH_CHECK(!l.key_scales || (l.key_dim <= max_quantized_dim && l.value_dim <= max_quantized_dim),
+                    "decoder_layers: heads of quantized K/V are at most ", max_quantized_dim);
     l.key_cache = k.mutable_data_ptr();
     l.value_cache = v.mutable_data_ptr();
   }
@@ -232,7 +243,8 @@ void set_metadata(DecoderCall& call, const Tensor& block_tables, const Tensor& s
 
 Tensor decoder_layers_op(Tensor hidden, OptionalTensors tensors, std::vector<int64_t> ints, std::vector<double> floats,
                          std::optional<Tensor> cos, std::optional<Tensor> sin, std::vector<Tensor> key_caches,
-                         std::vector<Tensor> value_caches, Tensor block_tables, Tensor slot_mapping,
+                         std::vector<Tensor> key_scales, std::vector<Tensor> value_caches,
+                         std::vector<Tensor> value_scales, Tensor block_tables, Tensor slot_mapping,
                          Tensor cu_seqlens_q, Tensor seq_lens) {
   const int64_t num_layers = tensors.size() / NUM_SLOTS;
   STD_TORCH_CHECK(num_layers > 0 && (int64_t)tensors.size() == num_layers * NUM_SLOTS &&
@@ -259,7 +271,7 @@ Tensor decoder_layers_op(Tensor hidden, OptionalTensors tensors, std::vector<int
                     "decoder_layers: hidden must be float32, and layers must keep its size");
   }
   set_angles(call, cos, sin, layers);
-  set_caches(call, layers, key_caches, value_caches);
+  set_caches(call, layers, {key_caches, key_scales, value_caches, value_scales});
   if (!key_caches.empty()) set_metadata(call, block_tables, slot_mapping, cu_seqlens_q, seq_lens);
   Tensor output = torch::stable::new_empty(hidden, {call.num_tokens, call.output_size});
   call.output = output.mutable_data_ptr();
@@ -272,8 +284,8 @@ Tensor decoder_layers_op(Tensor hidden, OptionalTensors tensors, std::vector<int
 STABLE_TORCH_LIBRARY_FRAGMENT(hf_paged, m) {
   m.def(
       "decoder_layers(Tensor hidden, Tensor?[] tensors, int[] ints, float[] floats, Tensor? cos, Tensor? sin, "
-      "Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_tables, Tensor slot_mapping, "
-      "Tensor cu_seqlens_q, Tensor seq_lens) -> Tensor");
+      "Tensor(a!)[] key_caches, Tensor(b!)[] key_scales, Tensor(c!)[] value_caches, Tensor(d!)[] value_scales, "
+      "Tensor block_tables, Tensor slot_mapping, Tensor cu_seqlens_q, Tensor seq_lens) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_paged, CPU, m) { m.impl("decoder_layers", TORCH_BOX(&decoder_layers_op)); }

@@ -1,7 +1,7 @@
 // Operators: rope (rotates heads) and rope_store (rotates query and key, and writes K/V into their slots).
 #include "rope.h"
 
-#include "op.h"
+#include "kv_tensors.h"
 
 namespace hf_paged {
 namespace {
@@ -68,6 +68,14 @@ void check_cache(const Tensor& cache, int64_t heads, int64_t dim, const char* na
                   "hf_paged rope: each block of ", name, " must be contiguous");
 }
 
+void set_scales(RopeStoreArgs& args, const Tensor& key_cache, const Tensor& value_cache,
+                const OptionalTensor& key_scales, const OptionalTensor& value_scales) {
+  args.key_scales = scales_of(key_cache, key_scales ? &*key_scales : nullptr, "hf_paged rope");
+  args.value_scales = scales_of(value_cache, value_scales ? &*value_scales : nullptr, "hf_paged rope");
+  STD_TORCH_CHECK(!key_scales || (args.key_dim <= max_quantized_dim && args.value_dim <= max_quantized_dim),
+                  "hf_paged rope: heads of quantized K/V are at most ", max_quantized_dim);
+}
+
 void set_caches(RopeStoreArgs& args, const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping) {
   check_cache(key_cache, args.num_kv_heads, args.key_dim, "key_cache");
   check_cache(value_cache, args.num_kv_heads, args.value_dim, "value_cache");
@@ -78,7 +86,7 @@ void set_caches(RopeStoreArgs& args, const Tensor& key_cache, const Tensor& valu
   args.value_cache = value_cache.mutable_data_ptr();
   args.key_block_stride = key_cache.stride(0);
   args.value_block_stride = value_cache.stride(0);
-  args.cache_dtype = dtype_of(key_cache);
+  args.cache_dtype = cache_dtype_of(key_cache);
   args.block_size = key_cache.size(2);
   args.slot_mapping = (const int64_t*)slot_mapping.const_data_ptr();
 }
@@ -121,8 +129,9 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t pairs
 }
 
 Tensor rope_store(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cos,
-                  const OptionalTensor& sin, Tensor key_cache, Tensor value_cache, const Tensor& slot_mapping,
-                  int64_t pairs, int64_t rotary_begin, int64_t rotary_dim, int64_t cos_step, double sin_sign) {
+                  const OptionalTensor& sin, Tensor key_cache, Tensor value_cache, OptionalTensor key_scales,
+                  OptionalTensor value_scales, const Tensor& slot_mapping, int64_t pairs, int64_t rotary_begin,
+                  int64_t rotary_dim, int64_t cos_step, double sin_sign) {
   const int64_t tokens = query.size(0);
   RopeStoreArgs args;
   args.query = heads_of(query, "query");
@@ -141,6 +150,7 @@ Tensor rope_store(const Tensor& query, const Tensor& key, const Tensor& value, c
   set_layout(args, {pairs, rotary_begin, rotary_dim, cos_step, sin_sign});
   set_angles(args, cos, sin, tokens);
   set_caches(args, key_cache, value_cache, slot_mapping);
+  set_scales(args, key_cache, value_cache, key_scales, value_scales);
   check_slots(slot_mapping, tokens, key_cache.size(0) * key_cache.size(2));
   Tensor query_out = torch::stable::new_empty(query, query.sizes());
   args.query_out = contiguous_output(query_out);
@@ -155,8 +165,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hf_paged, m) {
   m.def("rope(Tensor x, Tensor cos, Tensor sin, int pairs, int rotary_begin, int rotary_dim, int cos_step, "
         "float sin_sign) -> Tensor");
   m.def("rope_store(Tensor query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor(a!) key_cache, "
-        "Tensor(b!) value_cache, Tensor slot_mapping, int pairs, int rotary_begin, int rotary_dim, int cos_step, "
-        "float sin_sign) -> Tensor");
+        "Tensor(b!) value_cache, Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor slot_mapping, int pairs, "
+        "int rotary_begin, int rotary_dim, int cos_step, float sin_sign) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_paged, CPU, m) {

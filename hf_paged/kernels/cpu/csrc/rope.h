@@ -11,7 +11,8 @@
 //                  2 where each number is repeated (Cohere) or cos and sin alternate (complex numbers: sin = cos + 1)
 //   sin_sign       -1 turns the other way (nanochat)
 //
-// Caches are [num_blocks, num_kv_heads, block_size, head_dim]; a slot is block_id * block_size + offset.
+// Caches are [num_blocks, num_kv_heads, block_size, head_dim]; a slot is block_id * block_size + offset. Quantized ones
+// hold codes, and have scales [num_blocks, num_kv_heads, block_size].
 #pragma once
 #include <stdint.h>
 
@@ -22,7 +23,7 @@ namespace hf_paged {
 
 enum class RopePairs : int32_t { half = 0, interleaved = 1, interleaved_to_half = 2 };
 
-constexpr int64_t max_rotary_dim = 1024;
+constexpr int64_t max_rotary_dim = 1024, max_quantized_dim = 1024;
 
 // Heads of one tensor: head h of token t starts at data + t * token_stride + h * head_stride (elements).
 struct RopeHeads {
@@ -54,6 +55,8 @@ struct RopeStoreArgs {
   void* value_cache = nullptr;  // null: values are not stored
   int64_t key_block_stride = 0, value_block_stride = 0;  // from block to block; a block itself is contiguous
   DType cache_dtype = DType::f32;
+  f16* key_scales = nullptr;    // both or neither; heads are at most max_quantized_dim then
+  f16* value_scales = nullptr;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: the token is padding and is not stored
 
   int64_t num_query_heads = 0, num_kv_heads = 0, key_dim = 0, value_dim = 0, block_size = 0;

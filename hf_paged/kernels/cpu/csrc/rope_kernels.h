@@ -3,6 +3,7 @@
 // The angles of a token are widened once and used by all its heads. Arithmetic is in float32 and rounds once, where a
 // number is written.
 #pragma once
+#include "kv_codes.h"
 #include "rope.h"
 #include "with_type.h"
 
@@ -110,16 +111,13 @@ static void rotate_head(const RopeStoreArgs& args, const Angles& angles, const X
   if (args.pairs == RopePairs::interleaved_to_half) rotate_to_half(x + begin, y + begin, angles, dim);
 }
 
-// Rotates (or, without angles, copies) the heads of one token.
+// Rotates a head or, without angles, copies it.
 template <class X, class Y>
-static void rotate_heads(const RopeStoreArgs& args, const Angles* angles, const X* x, int64_t x_stride, Y* y,
-                         int64_t y_stride, int64_t heads) {
-  for (int64_t head = 0; head < heads; head++, x += x_stride, y += y_stride) {
-    if (angles) {
-      rotate_head(args, *angles, x, y);
-    } else {
-      copy(x, y, args.key_dim);
-    }
+INLINE void write_head(const RopeStoreArgs& args, const Angles* angles, const X* x, Y* y, int64_t dim) {
+  if (angles) {
+    rotate_head(args, *angles, x, y);
+  } else {
+    copy(x, y, dim);
   }
 }
 
@@ -128,22 +126,44 @@ INLINE int64_t place_of(const RopeStoreArgs& args, int64_t slot, int64_t block_s
   return slot / args.block_size * block_stride + slot % args.block_size * dim;
 }
 
+// One of the two caches.
+struct RopeCache {
+  void* data;
+  f16* scales;
+  int64_t block_stride, dim;
+};
+
+// X: dtype of the heads; C: of the cache.
+template <class X, class C>
+static void store_heads(const RopeStoreArgs& args, const Angles* angles, const RopeHeads& heads, int64_t token,
+                        int64_t slot, const RopeCache& cache) {
+  const X* x = (const X*)heads.data + token * heads.token_stride;
+  C* to = (C*)cache.data + place_of(args, slot, cache.block_stride, cache.dim);
+  f16* scale = cache.scales + place_of(args, slot, args.num_kv_heads * args.block_size, 1);
+  for (int64_t head = 0; head < args.num_kv_heads; head++, x += heads.head_stride, to += args.block_size * cache.dim) {
+    if constexpr (Codes<C>::ARE) {
+      float numbers[max_quantized_dim];
+      const int64_t padded = padded_head(cache.dim);
+      if (padded > cache.dim) store(numbers + padded - W, zero());
+      write_head(args, angles, x, numbers, cache.dim);
+      quantize(numbers, cache.dim, to, scale + head * args.block_size);
+    } else {
+      write_head(args, angles, x, to, cache.dim);
+    }
+  }
+}
+
 // X: dtype of query, key and value; C: of the caches.
 template <class X, class C>
 static void store_token(const RopeStoreArgs& args, const Angles* angles, int64_t token) {
   const int64_t slot = args.slot_mapping[token];
   if (slot < 0) return;
-  if (args.key_cache) {
-    rotate_heads(args, angles, (const X*)args.key.data + token * args.key.token_stride, args.key.head_stride,
-                 (C*)args.key_cache + place_of(args, slot, args.key_block_stride, args.key_dim),
-                 args.block_size * args.key_dim, args.num_kv_heads);
-  }
-  if (!args.value_cache) return;
-  const X* value = (const X*)args.value.data + token * args.value.token_stride;
-  C* to = (C*)args.value_cache + place_of(args, slot, args.value_block_stride, args.value_dim);
-  for (int64_t head = 0; head < args.num_kv_heads; head++) {
-    copy(value + head * args.value.head_stride, to + head * args.block_size * args.value_dim, args.value_dim);
-  }
+  if (args.key_cache)
+    store_heads<X, C>(args, angles, args.key, token, slot,
+                      {args.key_cache, args.key_scales, args.key_block_stride, args.key_dim});
+  if (args.value_cache)
+    store_heads<X, C>(args, nullptr, args.value, token, slot,
+                      {args.value_cache, args.value_scales, args.value_block_stride, args.value_dim});
 }
 
 // X: dtype of query, key and value; Y: of query_out and key_out.
@@ -151,8 +171,10 @@ template <class X, class Y>
 static void rotate_token(const RopeStoreArgs& args, const Angles* angles, int64_t token) {
   const auto rotate = [&](const RopeHeads& from, const RopeOutput& to, int64_t heads) {
     if (!to.data) return;
-    rotate_heads(args, angles, (const X*)from.data + token * from.token_stride, from.head_stride,
-                 (Y*)to.data + token * to.token_stride, to.head_stride, heads);
+    const X* x = (const X*)from.data + token * from.token_stride;
+    Y* y = (Y*)to.data + token * to.token_stride;
+    for (int64_t head = 0; head < heads; head++, x += from.head_stride, y += to.head_stride)
+      write_head(args, angles, x, y, args.key_dim);
   };
   rotate(args.query, args.query_out, args.num_query_heads);
   rotate(args.key, args.key_out, args.num_kv_heads);
@@ -163,7 +185,8 @@ static void rope_store(const RopeStoreArgs& args, int64_t begin, int64_t end) {
   Step store = nullptr, rotate = nullptr;
   void (*read)(const RopeStoreArgs&, int64_t, Angles&) = nullptr;
   with_type(args.dtype, [&](auto x) {
-    with_type(args.cache_dtype, [&](auto c) { store = store_token<decltype(x), decltype(c)>; });
+    const auto store_as = [&](auto c) { store = store_token<decltype(x), decltype(c)>; };
+    is_quantized(args.cache_dtype) ? with_code_type(args.cache_dtype, store_as) : with_type(args.cache_dtype, store_as);
     with_type(args.out_dtype, [&](auto y) { rotate = rotate_token<decltype(x), decltype(y)>; });
   });
   with_type(args.cos_dtype, [&](auto t) { read = read_angles<decltype(t)>; });

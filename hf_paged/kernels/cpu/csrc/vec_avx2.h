@@ -65,19 +65,21 @@ INLINE Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first(n));
 INLINE Vec load(const bf16* p, int n) { return widen(load_some(p, n)); }
 INLINE Vec load(const f16* p, int n) { return _mm256_cvtph_ps(load_some(p, n)); }
 
-INLINE Vec of_bytes(__m128i x) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)); }
 INLINE Vec load(const q8* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE Vec load(const e4m3* p) {
   const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
   return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xbf80)));
 }
+INLINE Vec load(const e5m2* p) {
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p)));
+}
 INLINE void load_chunk(const q4* p, Vec out[32 / W]) {
-  const __m128i pairs = _mm_loadu_si128((const __m128i*)p), mask = _mm_set1_epi8(0x0f);
-  const __m128i low = _mm_and_si128(pairs, mask), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), mask);
-  out[0] = of_bytes(low);
-  out[1] = of_bytes(_mm_unpackhi_epi64(low, low));
-  out[2] = of_bytes(high);
-  out[3] = of_bytes(_mm_unpackhi_epi64(high, high));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + i * W)));
+    out[i] = _mm256_cvtepi32_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(15)));
+    out[i + 2] = _mm256_cvtepi32_ps(_mm256_srli_epi32(pairs, 4));
+  }
 }
 
 INLINE __m256i rounded(Vec x) {

@@ -59,18 +59,21 @@ INLINE Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), 
 INLINE Vec load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
 INLINE Vec load(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 
-INLINE Vec of_bytes(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(x)); }
 INLINE Vec load(const q8* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 // float8 e4m3 as float16 with the same bits, whose exponent counts from 15 instead of 7: 1/256 of the number.
 INLINE Vec load(const e4m3* p) {
   const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
   return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)));
 }
+// float8 e5m2 is the upper half of a float16.
+INLINE Vec load(const e5m2* p) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8));
+}
 // 32 numbers in 16 bytes: byte i holds number i in its low half and number i + 16 in its high one.
 INLINE void load_chunk(const q4* p, Vec out[32 / W]) {
-  const __m128i pairs = _mm_loadu_si128((const __m128i*)p), mask = _mm_set1_epi8(0x0f);
-  out[0] = of_bytes(_mm_and_si128(pairs, mask));
-  out[1] = of_bytes(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask));
+  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  out[0] = _mm512_cvtepi32_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(15)));
+  out[1] = _mm512_cvtepi32_ps(_mm512_srli_epi32(pairs, 4));
 }
 
 // To the nearest bf16, the even one of two, in the upper half of each lane; a NaN stays one.

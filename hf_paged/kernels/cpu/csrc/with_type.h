@@ -11,5 +11,13 @@ INLINE void with_type(DType dtype, F f) {
   f(float{});
 }
 
+// The same for the codes of quantized keys and values.
+template <class F>
+INLINE void with_code_type(DType dtype, F f) {
+  if (dtype == DType::e4m3) return f(e4m3{});
+  if (dtype == DType::e5m2) return f(e5m2{});
+  f(q8{});
+}
+
 }  // namespace KERNEL_NAMESPACE
 }  // namespace hf_paged

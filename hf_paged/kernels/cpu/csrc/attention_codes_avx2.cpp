@@ -1,0 +1,9 @@
+#include "vec_avx2.h"
+
+#include "attention_kernels.h"
+
+namespace hf_paged {
+
+extern const AttentionKernels attention_codes_avx2 = avx2::table<avx2::OfCodes>;
+
+}  // namespace hf_paged
