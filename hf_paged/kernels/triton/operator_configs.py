@@ -108,7 +108,7 @@ def _activation(kind: int, given: Collection[str]) -> KernelVariant:
 
 
 def _packed_linear(kind: Codes, size: int, group: int, num_tokens: int) -> KernelVariant:
-    tile = packed_linear.tile_of(num_tokens, group)
+    tile = packed_linear.tile_of(num_tokens, group, kind)
     types = _pointers("bf16", "y", "x", "bias") | {"codes_ptr": "*u8", "heads_ptr": "*fp32"}
     types |= dict.fromkeys(("num_tokens", "num_columns", "x_stride", "row_bytes"), "i32")
     undivided = {"num_tokens", "row_bytes"}

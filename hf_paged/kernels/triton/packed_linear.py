@@ -41,7 +41,7 @@ class LinearTile:
     num_warps: int
 
 
-def tile_of(num_tokens: int, group_size: int) -> LinearTile:
+def tile_of(num_tokens: int, group_size: int, kind: Codes) -> LinearTile:
     """Returns how a product is cut up.
 
     Args:
@@ -49,9 +49,12 @@ def tile_of(num_tokens: int, group_size: int) -> LinearTile:
             Rows of x.
         group_size (`int`):
             Inputs that share a scale; 0: all.
+        kind (`Codes`):
+            What the codes are; widening float8 takes more registers.
     """
     block_tokens = min(MAX_BLOCK_TOKENS, padded(num_tokens, 16))
-    block_inputs = next((size for size in (128, 64, 32) if group_size % size == 0), 32) if group_size else 64
+    sizes = (64, 32) if kind is Codes.E4M3 else (128, 64, 32)
+    block_inputs = next((size for size in sizes if group_size % size == 0), 32) if group_size else 64
     return LinearTile(block_tokens, block_inputs, 4)
 
 
@@ -162,7 +165,7 @@ def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     y = torch.empty(len(rows), columns, dtype=x.dtype, device=x.device)
     if y.numel():
         group = size // num_groups if num_groups > 1 else 0
-        tile = tile_of(len(rows), group)
+        tile = tile_of(len(rows), group, kind)
         codes = weight.view(torch.uint8)
         with on_device(x):
             packed_linear_kernel[(triton.cdiv(columns, BLOCK_COLUMNS), triton.cdiv(len(rows), tile.block_tokens))](
