@@ -17,6 +17,7 @@ def test_each_configuration_has_a_name_and_a_whole_signature():
         "norm_kernel",
         "activation_kernel",
         "rope_store_kernel",
+        "packed_linear_kernel",
         "copy_blocks_kernel",
         "chunk_kernel",
         "draw_kernel",
