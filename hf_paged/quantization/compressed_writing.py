@@ -9,7 +9,7 @@ import torch
 
 from .compressed_tensors import METHOD
 from .packing import pack
-from .rounding import Rounding
+from .rounding import Rounding, round_to_float8
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,6 +56,17 @@ def packed_tensors(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
     if not rounding.symmetric:
         tensors["weight_zero_point"] = pack(zero.to(torch.uint8), rounding.bits, dim=0).contiguous()
     return tensors
+
+
+def float8_tensors(weight: torch.Tensor) -> Tensors:
+    """Returns the tensors of one linear that is rounded to float8, with scales in its own dtype.
+
+    Args:
+        weight (`torch.Tensor`):
+            `[out, in]`.
+    """
+    codes, scale = round_to_float8(weight, weight.dtype)
+    return {"weight": codes, "weight_scale": scale.to(weight.dtype)}
 
 
 def plain_config(kind: str, ignore: Sequence[str], *, activations: bool = False) -> dict[str, Any]:

@@ -12,7 +12,6 @@ dense. Heads of their own stay dense, and so do experts that are no linears.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +21,13 @@ from torch import nn
 from ..errors import ConfigurationError, NotSupportedError
 from .base import LinearFormat, TensorInfo
 from .compressed_tensors import CompressedTensorsFormat
-from .compressed_writing import Tensors, packed_config, packed_tensors, plain_config
+from .compressed_writing import Tensors, float8_tensors, packed_config, packed_tensors, plain_config
 from .embedding import PackedEmbedding, TiedHead
 from .linear import QuantizedLinear
 from .quantizer import METHOD, PagedQuantizationConfig, PagedQuantizer
-from .rounding import Rounding, round_to_float8, round_to_nearest
-
-logger = logging.getLogger(__name__)
+from .rounding import GROUP_SIZES, Rounding, round_to_nearest
 
 SCHEMES = ("int8", "int4", "fp8", "w8a8")
-GROUP_SIZES = (128, 64, 32)  # of int4, the first that divides a row; else one for the whole row
 
 
 def check_scheme(scheme: Any) -> None:
@@ -128,12 +124,7 @@ def _group_size(linears: Any) -> int:
 def _scheme(scheme: str, size: int, dense: list[str]) -> tuple[dict[str, Any], Callable[[torch.Tensor], Tensors]]:
     """The configuration of a checkpoint, and what makes the tensors of a weight."""
     if scheme == "fp8":
-
-        def write_float8(weight: torch.Tensor) -> Tensors:
-            codes, scale = round_to_float8(weight, weight.dtype)
-            return {"weight": codes, "weight_scale": scale.to(weight.dtype)}
-
-        return plain_config("float", dense), write_float8
+        return plain_config("float", dense), float8_tensors
     if scheme == "w8a8":
 
         def write_int8(weight: torch.Tensor) -> Tensors:

@@ -20,14 +20,13 @@ from .awq_writing import awq_config, awq_tensors
 from .base import FORMATS, CheckpointFormat
 from .calibration.gptq import DAMPING
 from .calibration.grids import Codes
-from .compressed_writing import Tensors, packed_config, packed_tensors, plain_config
+from .compressed_writing import Tensors, float8_tensors, packed_config, packed_tensors, plain_config
 from .gptq_writing import gptq_config, gptq_tensors
-from .rounding import Rounding, round_to_float8, round_to_nearest
+from .rounding import GROUP_SIZES, Rounding, round_to_nearest
 
 BITS = {"rtn": (4, 8), "fp8": (8,), "gptq": (2, 3, 4, 8), "awq": (4,)}
 METHODS = tuple(BITS)
 CALIBRATED = ("gptq", "awq")
-GROUP_SIZES = (128, 64, 32)  # the first that divides all rows, unless one is named
 WHOLE_ROW = -1
 
 
@@ -169,8 +168,7 @@ class Recipe:
                 `[out_features, in_features]`.
         """
         if self.method == "fp8":
-            float8, scale = round_to_float8(weight, weight.dtype)
-            return {"weight": float8, "weight_scale": scale.to(weight.dtype)}
+            return float8_tensors(weight)
         codes, scale, zero = round_to_nearest(weight, self.rounding, weight.dtype)
         return packed_tensors(codes, scale.to(weight.dtype), zero, self.rounding)
 

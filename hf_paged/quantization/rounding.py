@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 FLOAT8_MAX = 448.0  # of e4m3
+GROUP_SIZES = (128, 64, 32)  # the first that divides all rows, unless one is named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..packed_rows import HEAD, Codes, format_of
+from ..packed_rows import Codes, format_of
 from .launching import DTYPES, check, check_dtype, on_device, padded, register_limit, rows_of
 
 CAPABLE_DTYPES = DTYPES
@@ -191,18 +191,3 @@ def kernel_kind(kind: Codes) -> int:
             The kind.
     """
     return Codes.Q8.value if kind is Codes.W8A8 else kind.value
-
-
-def row_bytes(kind: Codes, in_features: int, group_size: int) -> int:
-    """Returns the bytes of a packed row.
-
-    Args:
-        kind (`Codes`):
-            What its codes are.
-        in_features (`int`):
-            Numbers of the row.
-        group_size (`int`):
-            Inputs that share a scale; 0: all.
-    """
-    num_groups = in_features // group_size if group_size else 1
-    return num_groups * HEAD + -(-in_features // 32) * 32 * kind.bits // 8
